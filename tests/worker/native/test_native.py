@@ -61,7 +61,7 @@ def close(actual, expected):
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("num_rows", [1, 2, 3, 5, 6, 7, 13, 32, 200])
-@pytest.mark.parametrize("shape", [(1, 1), (5, 7), (33, 100), (200, 64)], ids=str)
+@pytest.mark.parametrize("shape", [(1, 1), (5, 7), (33, 100), (200, 64), (70, 1000)], ids=str)
 def test_a_packed_product_equals_torch(compiled, shape, num_rows, dtype, stored):
     torch.manual_seed(0)
     weight = (torch.randn(shape) / shape[1] ** 0.5).to(stored)
@@ -71,12 +71,17 @@ def test_a_packed_product_equals_torch(compiled, shape, num_rows, dtype, stored)
     close(y, linear(x, weight).to(dtype))
 
 
-def test_a_row_of_a_product_does_not_depend_on_its_neighbours(compiled):
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("num_inputs", [90, 700])
+def test_a_row_of_a_product_does_not_depend_on_its_neighbours(compiled, num_inputs, stored):
     torch.manual_seed(1)
-    packed, x = compiled.pack(torch.randn(300, 90)), torch.randn(77, 90)
+    packed = compiled.pack(torch.randn(300, num_inputs).to(stored))
+    x = torch.randn(77, num_inputs)
     together = compiled.linear(x, packed, 300)
     for row in range(77):
         assert compiled.linear(x[row : row + 1], packed, 300).equal(together[row : row + 1])
+    for count in (2, 3, 6, 7, 8, 9, 13, 32):
+        assert compiled.linear(x[:count], packed, 300).equal(together[:count])
 
 
 def test_callers_on_several_threads_wait_for_each_other(compiled):

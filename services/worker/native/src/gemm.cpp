@@ -8,6 +8,8 @@
 //
 // Every output is summed in the order of k in one accumulator, whatever the number of rows: a row's
 // result does not depend on its neighbours.
+#include <type_traits>
+
 #include "kernels.h"
 #include "pool.h"
 #include "vec.h"
@@ -17,14 +19,21 @@ namespace {
 
 constexpr int kPanel = 2 * kLanes;
 constexpr int kMaxRows = kLanes == 16 ? 12 : 6;
+// Whether the first block of rows keeps the weights that it widens, for the others. With 16 lanes, weights
+// have so many multiplications that this costs more than it saves.
+constexpr bool kKeepsWidened = kLanes == 8;
+constexpr int kMinRows = 4;  // whose additions do not wait for each other
 // Outputs and rows of one task: enough to outweigh claiming it, few enough for all threads to have one.
 constexpr int64_t kTaskPanels = 4;
 constexpr int64_t kTaskRows = 16 * kMaxRows;
 // Panels of one task where all rows are in one: each is still in the first-level cache for the next rows.
 constexpr int64_t kFewPanels = 2;
 constexpr int64_t kWidenedRows = 64;  // of one task
-// How far ahead of its use a panel is prefetched: the hardware's prefetchers alone reach less than half of
-// the bandwidth alongside this many other instructions.
+// Most inputs of a chunk, whose weights stay in the first-level cache as floats: 20 KB.
+constexpr int64_t kChunkInputs = 5120 / kPanel;
+constexpr int64_t kLineInputs = 16;  // of a cache line
+// How far ahead of its use a panel is prefetched, unless it is read in chunks: the hardware's prefetchers
+// alone reach less than half of the bandwidth alongside this many other instructions.
 constexpr int64_t kAheadBytes = 4096;
 
 template <class T>
@@ -72,58 +81,133 @@ void store_sums(const Product& g, const float* sums, int64_t stride, int64_t row
     });
 }
 
-template <class W, int R, int P>
-void multiply_block(const Product& g, const W* packed, int64_t row, int64_t panel) {
-    const float* x = g.x + row * g.ldx;
-    const W* weights = packed + panel * kPanel * g.num_inputs;
-    const int64_t stride = kPanel * g.num_inputs;
-    Vec sums[R][P][2];
+// Adds n inputs of R rows times P panels, `stride` items apart, to sums[R][P * kPanel], or begins them. Calls
+// before(k) for each line of inputs, and meanwhile(k, from, low, high) for each pair of vectors of weights.
+template <int R, int P, class W, class Before, class F>
+void multiply_block(const float* x, int64_t ldx, const W* weights, int64_t stride, int64_t n,
+                    bool continues, float* sums, const Before& before, const F& meanwhile) {
+    Vec totals[R][P][2];
+#pragma GCC unroll 12
     for (int r = 0; r < R; ++r) {
-        for (int p = 0; p < P; ++p) sums[r][p][0] = sums[r][p][1] = zero();
-    }
-    for (int64_t k = 0; k < g.num_inputs; ++k) {
 #pragma GCC unroll 4
         for (int p = 0; p < P; ++p) {
-            Vec low, high;
-            const W* from = weights + p * stride + k * kPanel;
-            __builtin_prefetch(from + kAheadBytes / sizeof(W), 0, 3);
-            load_pair(from, low, high);
+            const float* from = sums + (r * P + p) * kPanel;
+            totals[r][p][0] = continues ? load(from) : zero();
+            totals[r][p][1] = continues ? load(from + kLanes) : zero();
+        }
+    }
+    for (int64_t begin = 0; begin < n; begin += kLineInputs) {
+        const int64_t end = smaller(begin + kLineInputs, n);
+        before(begin);
+#pragma GCC unroll 4
+        for (int64_t k = begin; k < end; ++k) {
+#pragma GCC unroll 4
+            for (int p = 0; p < P; ++p) {
+                Vec low, high;
+                const W* from = weights + p * stride + k * kPanel;
+                load_pair(from, low, high);
+                meanwhile(k, from, low, high);
 #pragma GCC unroll 12
-            for (int r = 0; r < R; ++r) {
-                const Vec input = set1(x[r * g.ldx + k]);
-                sums[r][p][0] = fma(input, low, sums[r][p][0]);
-                sums[r][p][1] = fma(input, high, sums[r][p][1]);
+                for (int r = 0; r < R; ++r) {
+                    const Vec input = set1(x[r * ldx + k]);
+                    totals[r][p][0] = fma(input, low, totals[r][p][0]);
+                    totals[r][p][1] = fma(input, high, totals[r][p][1]);
+                }
             }
         }
     }
-    // Through memory, so that what is instantiated here does not depend on the type of y.
-    alignas(64) float totals[R][P * kPanel];
+#pragma GCC unroll 12
     for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 4
         for (int p = 0; p < P; ++p) {
-            store(totals[r] + p * kPanel, sums[r][p][0]);
-            store(totals[r] + p * kPanel + kLanes, sums[r][p][1]);
+            float* to = sums + (r * P + p) * kPanel;
+            store(to, totals[r][p][0]);
+            store(to + kLanes, totals[r][p][1]);
         }
     }
-    for (int p = 0; p < P; ++p) store_sums(g, totals[0] + p * kPanel, P * kPanel, row, R, panel + p);
 }
 
-template <class W, int R>
+// Calls f(integral_constant<n>) for 1 <= n <= kMaxRows.
+template <int R = kMaxRows, class F>
+void with_rows(int64_t n, const F& f) {
+    if constexpr (R > 1) {
+        if (n < R) return with_rows<R - 1>(n, f);
+    }
+    f(std::integral_constant<int, R>());
+}
+
+// The R rows from `row` on times panels [begin, end).
+template <int R, class W>
 void multiply_rows(const Product& g, const W* packed, int64_t row, int64_t begin, int64_t end) {
     // Few rows need several panels at a time to hide the latency of their additions, as far as registers
     // allow.
     constexpr int P = R == 1 ? 4 : R == 2 || (R == 3 && kLanes == 16) ? 2 : 1;
+    const int64_t stride = kPanel * g.num_inputs;
+    const auto prefetch = [](int64_t, const W* from, Vec, Vec) {
+        __builtin_prefetch(from + kAheadBytes / sizeof(W), 0, 3);
+    };
+    const auto multiply = [&](auto panels, int64_t panel) {
+        constexpr int kCount = panels.value;
+        alignas(64) float sums[R * kCount * kPanel];
+        multiply_block<R, kCount>(g.x + row * g.ldx, g.ldx, packed + panel * stride, stride,
+                                  g.num_inputs, false, sums, [](int64_t) {}, prefetch);
+        for (int p = 0; p < kCount; ++p) {
+            store_sums(g, sums + p * kPanel, kCount * kPanel, row, R, panel + p);
+        }
+    };
     int64_t panel = begin;
-    for (; panel + P <= end; panel += P) multiply_block<W, R, P>(g, packed, row, panel);
-    for (; panel < end; ++panel) multiply_block<W, R, 1>(g, packed, row, panel);
+    for (; panel + P <= end; panel += P) multiply(std::integral_constant<int, P>(), panel);
+    for (; panel < end; ++panel) multiply(std::integral_constant<int, 1>(), panel);
 }
 
-template <class W, int R = kMaxRows>
-void multiply_n_rows(int64_t n, const Product& g, const W* packed, int64_t row, int64_t begin,
-                     int64_t end) {
-    if constexpr (R > 1) {
-        if (n < R) return multiply_n_rows<W, R - 1>(n, g, packed, row, begin, end);
+// Rows of the next block, of which num_left are left: a last block of few rows would wait for its additions.
+inline int64_t rows_of(int64_t num_left) {
+    const bool is_rest_small = num_left > kMaxRows && num_left < kMaxRows + kMinRows;
+    return is_rest_small ? num_left - kMinRows : smaller(num_left, kMaxRows);
+}
+
+// Rows [row, last) times one panel, chunk by chunk, with `sums` for each. The first block of rows keeps the
+// weights that it widens for the others. The first two prefetch half of the next chunk each, and all prefetch
+// the rows of the next block.
+template <class W>
+void multiply_panel(const Product& g, const W* packed, int64_t row, int64_t last, int64_t panel,
+                    float* sums) {
+    alignas(64) float wide[kChunkInputs * kPanel];
+    const int64_t num_chunks = ceil_div(g.num_inputs, kChunkInputs);
+    const int64_t chunk = ceil_div(g.num_inputs, num_chunks);
+    for (int64_t first = 0; first < g.num_inputs; first += chunk) {
+        const int64_t n = smaller(chunk, g.num_inputs - first);
+        const W* weights = packed + (panel * g.num_inputs + first) * kPanel;
+        const W* ahead = weights + n * kPanel;
+        int64_t step = kPanel / 2, size;
+        for (int64_t begin = row; begin < last; begin += size, ahead += n * step) {
+            size = rows_of(last - begin);
+            if (begin > row + kMaxRows) step = 0;
+            const float* x = g.x + begin * g.ldx + first;
+            float* out = sums + (begin - row) * kPanel;
+            const auto prefetch = [=](int64_t k) { __builtin_prefetch(ahead + k * step, 0, 2); };
+            with_rows(size, [&](auto rows) {
+                constexpr int R = rows.value;
+                const auto prefetch_rows = [=, &g](int64_t k) {
+#pragma GCC unroll 12
+                    for (int r = R; r < 2 * R; ++r) __builtin_prefetch(x + r * g.ldx + k, 0, 3);
+                };
+                if (begin > row) {
+                    const auto again = [=](int64_t k, const float*, Vec, Vec) { prefetch(k); };
+                    const float* from = wide;
+                    multiply_block<R, 1>(x, g.ldx, from, 0, n, first > 0, out, prefetch_rows, again);
+                } else {
+                    const auto keep = [=, &wide](int64_t k, const W*, Vec low, Vec high) {
+                        prefetch(k);
+                        store(wide + k * kPanel, low);
+                        store(wide + k * kPanel + kLanes, high);
+                    };
+                    multiply_block<R, 1>(x, g.ldx, weights, 0, n, first > 0, out, prefetch_rows, keep);
+                }
+            });
+            if (first + n == g.num_inputs) store_sums(g, out, kPanel, begin, size, panel);
+        }
     }
-    multiply_rows<W, R>(g, packed, row, begin, end);
 }
 
 // Tasks that the panels of a product are divided into. Of one with a task for all rows, narrow weights have
@@ -144,8 +228,19 @@ void multiply(const Product& g, const W* packed) {
         const int64_t end = num_panels * (share + 1) / num_panel_tasks;
         int64_t row = task / num_panel_tasks * kTaskRows;
         const int64_t last = smaller(row + kTaskRows, g.num_rows);
+        if constexpr (kKeepsWidened) {
+            if (last - row > kMaxRows) {
+                float* sums = scratch(0, (last - row) * kPanel);
+                for (int64_t panel = begin; panel < end; ++panel) {
+                    multiply_panel(g, packed, row, last, panel, sums);
+                }
+                return;
+            }
+        }
         for (; row < last; row += kMaxRows) {
-            multiply_n_rows<W>(last - row, g, packed, row, begin, end);
+            with_rows(last - row, [&](auto rows) {
+                multiply_rows<rows.value>(g, packed, row, begin, end);
+            });
         }
     });
 }
