@@ -333,7 +333,7 @@ LPX_EXPORT void lpx_add_lora(const void* x, int64_t ldx, int64_t num_inputs, voi
             if (first != thread.after) prefetch_all(beginning_of(first));
             const bool is_last = i + 1 == end_of(segment.share);
             thread.after = is_last ? nullptr : first_tile(plan, i + 1);
-            if (!is_last) {
+            if (kHasUpdateTiles && !is_last) {
                 const Segment& next = plan.segments[i + 1];
                 prefetch_rows(static_cast<const T*>(x) + next.begin * ldx, ldx, num_inputs, next);
                 prefetch_rows(static_cast<T*>(y) + next.begin * ldy, ldy, num_outputs, next);

@@ -13,13 +13,14 @@ constexpr int kStripRows = kLanes == 16 ? 12 : 6;
 // Rank rows whose part of a strip stays in the first-level cache.
 constexpr int64_t kStripRanks = 64;
 
-#if defined(__AMX_BF16__)
-// One or two rows of activations read matrices in the order of memory, which a Xeon with AMX does faster. What
-// is prefetched goes to the second-level cache there, because the first waits for too few lines at a time.
+#if defined(__AVX512BF16__)
+// One or two rows of activations read matrices in the order of memory, which Intel Xeons of the Sapphire
+// Rapids kind do faster. What is prefetched goes to the second-level cache there, because the first waits for
+// too few lines at a time. AMD's processors with these instructions multiply pairs instead.
 constexpr bool kInOrder = true;
 constexpr int kCacheHint = 2;
 #else
-constexpr bool kInOrder = false;  // not measured
+constexpr bool kInOrder = false;  // slower at AVX2 on the same processor
 constexpr int kCacheHint = 3;
 #endif
 // How far ahead of its use a row that is read alone, or a pair of rows, is prefetched.
