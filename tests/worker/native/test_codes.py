@@ -73,6 +73,16 @@ def test_a_row_does_not_depend_on_its_neighbours(compiled, kind, shape, dtype):
         assert weight.apply(x[:num_rows]).equal(alone[:num_rows]), num_rows
 
 
+@pytest.mark.parametrize("kind", [("int4", 64), ("int4", 32), ("int8", 32)], ids=str)
+def test_a_row_of_tiny_inputs_does_not_depend_on_its_neighbours(compiled, kind):
+    """Factors of such rows are hardly above the smallest numbers of float32."""
+    weight = CodedLinear(compiled, weight_in_codes((40, 256), *kind))
+    x = rows_between_nans(17, 256, torch.bfloat16) * 2.0**-116
+    alone = torch.cat([weight.apply(row) for row in x.split(1)])
+    for num_rows in (3, 8, 9, 17):
+        assert weight.apply(x[:num_rows]).equal(alone[:num_rows]), num_rows
+
+
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_rows_of_the_weight_come_back_as_the_codes_mean_them(compiled, kind):
     code, group_size, has_zeros = kind

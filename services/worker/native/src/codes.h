@@ -5,13 +5,8 @@
 namespace lpx {
 
 constexpr int64_t kPanel = 32, kQuad = 4;
-// How far ahead of their use codes are prefetched.
-#if defined(__AMX_INT8__)
-constexpr int64_t kAheadBytes = 2048;
-#else
-constexpr int64_t kAheadBytes = 8192;
-#endif
-
+constexpr int64_t kTaskPanels = 2, kTaskRows = 96;
+constexpr int64_t kGroupsAhead = 4;  // whose scales are prefetched, since they lie apart from codes
 enum class Code : int64_t { kInt4, kInt8, kFloat8 };  // `CodeKind` of native/codes.py
 constexpr int bits_of(Code kind) { return kind == Code::kInt4 ? 4 : 8; }
 // Scales are multiplied by this factor, because float8 is widened to less than its value (see vec.h).
@@ -31,6 +26,22 @@ struct CodedProduct {
     int64_t num_groups = ceil_div(num_inputs, group_size);
     int64_t num_blocks = ceil_div(num_inputs, block_size);
     int64_t group_blocks = ceil_div(group_size, block_size);
+
+    // Of 16 or 8 outputs from `at` on, in the order of panels.
+    Vec scale(int64_t at) const {
+        Vec value;
+        with_weight(scale_dtype, [&](auto s) {
+            const auto* from = static_cast<const decltype(s)*>(scales) + at;
+            __builtin_prefetch(from + kGroupsAhead * kPanel, 0, 3);
+            value = load(from);
+        });
+        return value;
+    }
+    Vec zero_point(int64_t at) const {
+        Vec value;
+        with_weight(zero_dtype, [&](auto z) { value = load(static_cast<const decltype(z)*>(zeros) + at); });
+        return value;
+    }
 
     int64_t num_quads() const { return ceil_div(num_inputs, kQuad); }
     int64_t group_of(int64_t block) const { return group_blocks == 1 ? block : block / group_blocks; }
@@ -53,6 +64,7 @@ struct Block {
         const int64_t at = (panel * g.num_groups + g.group_of(block)) * kPanel;
         with_weight(g.scale_dtype, [&](auto s) {
             const auto* from = static_cast<const decltype(s)*>(g.scales) + at;
+            __builtin_prefetch(from + kGroupsAhead * kPanel, 0, 3);
             for (int64_t i = 0; i < kPanel; i += kLanes) {
                 store(scales + i, mul(load(from + i), set1(factor_of(Kind))));
             }
@@ -69,11 +81,25 @@ struct Block {
 };
 
 // Prefetches what follows a quad in memory some time later.
+#if defined(__AMX_INT8__)
+// Too few requests of the first-level cache can be under way to hide the memory's latency, so the second-level
+// cache reads further ahead. Float8 takes long to widen, and more prefetches only slow it down.
+constexpr int64_t kFarBytes = 8192;
 template <Code Kind>
 inline void prefetch_after(const uint8_t* quad) {
-    __builtin_prefetch(quad + kAheadBytes, 0, 3);
-    if (bits_of(Kind) == 8) __builtin_prefetch(quad + kAheadBytes + 64, 0, 3);
+    for (int64_t i = 0; i < kPanel * kQuad * bits_of(Kind) / 8; i += 64) {
+        __builtin_prefetch(quad + i + (Kind == Code::kFloat8 ? 2048 : 1024), 0, 3);
+        if (Kind != Code::kFloat8) __builtin_prefetch(quad + i + kFarBytes, 0, 2);
+    }
 }
+#else
+template <Code Kind>
+inline void prefetch_after(const uint8_t* quad) {
+    for (int64_t i = 0; i < kPanel * kQuad * bits_of(Kind) / 8; i += 64) {
+        __builtin_prefetch(quad + i + 8192, 0, 3);
+    }
+}
+#endif
 
 // The lower or the upper bytes of 16-bit words.
 #if defined(__AVX512F__)

@@ -3,6 +3,7 @@
 #include "codes.h"
 #include "pairs.h"
 #include "pool.h"
+#include "tiles.h"
 
 #if defined(LPX_HAS_PAIRS)
 namespace lpx {
@@ -88,6 +89,11 @@ struct HalfRows {
             ldx = padded;
         }
     }
+
+    // Rows of tiles.
+    const bf16* tile(int64_t row, int64_t first) const { return x + row * ldx + first; }
+    const bf16* next_tile(const bf16* tile) const { return tile + kTileInputs; }
+    int64_t tile_stride() const { return ldx * int64_t(sizeof(bf16)); }
 
 private:
     static float sum_of(const bf16* from, int64_t n) {

@@ -29,9 +29,6 @@
 namespace lpx {
 namespace {
 
-constexpr int64_t kTaskPanels = 2;
-constexpr int64_t kTaskRows = 96;
-
 // Rows of floats.
 struct WideRows {
     static constexpr int kMaxRows = kLanes == 16 ? 8 : 4;
@@ -99,29 +96,36 @@ void add_rows(int64_t n, const CodedProduct& g, const Block<Kind>& block, const 
     rows.template add<R>(g, block, row, totals);
 }
 
-// y[row, end)[panel] = totals[end - row][32].
-void store_totals(const CodedProduct& g, const float* totals, int64_t row, int64_t end,
-                  int64_t panel) {
-    with_activation(g.dtype, [&](auto t) {
-        using T = decltype(t);
-        for (; row < end; ++row, totals += kPanel) {
-            for (int64_t i = panel * kPanel; i < smaller(panel * kPanel + kPanel, g.num_outputs);
-                 i += kLanes) {
-                T* out = static_cast<T*>(g.y) + row * g.num_outputs + i;
-                store_n(out, load(totals + i % kPanel), g.num_outputs - i);
+// Stores y.
+struct Outputs {
+    const CodedProduct& g;
+
+    // y[row, end)[panel] = totals[end - row][32].
+    void take(const float* totals, int64_t row, int64_t end, int64_t panel) const {
+        with_activation(g.dtype, [&](auto t) {
+            using T = decltype(t);
+            for (; row < end; ++row, totals += kPanel) {
+                for (int64_t i = panel * kPanel; i < smaller(panel * kPanel + kPanel, g.num_outputs);
+                     i += kLanes) {
+                    T* out = static_cast<T*>(g.y) + row * g.num_outputs + i;
+                    store_n(out, load(totals + i % kPanel), g.num_outputs - i);
+                }
             }
-        }
-    });
-}
+        });
+    }
+};
 
 // Products of a block and as many rows as registers hold.
 template <Code Kind, class Rows>
 struct RegisterPanels {
     const CodedProduct& g;
     const Rows& rows;
+    Outputs to{g};
 
-    // totals[end - begin][32] += the product of rows [begin, end) and a panel.
-    void add(int64_t panel, int64_t begin, int64_t end, float* totals) const {
+    // The product of rows [begin, end) and a panel.
+    void multiply(int64_t panel, int64_t begin, int64_t end) const {
+        float* totals = scratch(0, (end - begin) * kPanel);
+        std::memset(totals, 0, (end - begin) * kPanel * sizeof(float));
         Block<Kind> block;
         for (int64_t b = 0; b < g.num_blocks; ++b) {
             block.read(g, panel, b);
@@ -132,6 +136,7 @@ struct RegisterPanels {
                 row += n;
             }
         }
+        to.take(totals, begin, end, panel);
     }
 };
 
@@ -145,11 +150,8 @@ void multiply_panels(const CodedProduct& g, const Rows& rows) {
         const int64_t first = task / num_row_tasks * kTaskPanels;
         const int64_t begin = task % num_row_tasks * kTaskRows;
         const int64_t end = smaller(begin + kTaskRows, g.num_rows);
-        float* totals = scratch(0, (end - begin) * kPanel);
         for (int64_t panel = first; panel < smaller(first + kTaskPanels, num_panels); ++panel) {
-            std::memset(totals, 0, (end - begin) * kPanel * sizeof(float));
-            own.add(panel, begin, end, totals);
-            store_totals(g, totals, begin, end, panel);
+            own.multiply(panel, begin, end);
         }
     });
 }
@@ -181,16 +183,19 @@ constexpr bool prefers_pairs([[maybe_unused]] Code kind) {
 
 #if defined(__AMX_INT8__)
 
-// Fewer rows of digits, and those of smaller blocks, are multiplied in registers, with the same bits.
-constexpr int64_t kMinTileRows = 3, kMinTileBlock = 64;
+// The fewest rows of digits that are multiplied in tiles. Fewer are multiplied in registers, with the same
+// bits.
+int64_t min_tile_rows(const CodedProduct& g) { return g.block_size < 64 ? 9 : 3; }
 
 template <Code Kind>
 void multiply_rows(const CodedProduct& g, const bf16* x, int64_t ldx) {
-    const auto rows = TilePanels<Kind>::rows_of(g, x, ldx);
     if constexpr (Kind != Code::kFloat8) {
-        if (g.num_rows < kMinTileRows || g.block_size < kMinTileBlock) return multiply<Kind>(g, rows);
+        if (g.num_rows < min_tile_rows(g)) {
+            return multiply<Kind>(g, DigitRows(g, Kind, x, ldx, false));
+        }
     }
-    multiply_panels<TilePanels<Kind>>(g, rows);
+    using Panels = TilePanels<Kind, Outputs>;
+    multiply_panels<Panels>(g, Panels::rows_of(g, x, ldx));
 }
 
 #else
@@ -206,7 +211,7 @@ void multiply_rows(const CodedProduct& g, const bf16* x, int64_t ldx) {
     }
 #endif
 #if defined(__AVX512VNNI__)
-    if constexpr (Kind != Code::kFloat8) return multiply<Kind>(g, DigitRows(g, x, ldx));
+    if constexpr (Kind != Code::kFloat8) return multiply<Kind>(g, DigitRows(g, Kind, x, ldx, false));
 #endif
     multiply_wide<Kind>(g, x, ldx);
 }
@@ -261,8 +266,9 @@ LPX_EXPORT void lpx_pack_codes(const void* codes, int64_t num_outputs, int64_t n
 // room for. Those of int8 hold 256: more could overflow a sum of digits.
 LPX_EXPORT void lpx_linear_codes(const void* x, int64_t ldx, const void* packed, int64_t kind,
                                  const void* scales, int64_t scale_dtype, const void* zeros,
-                                 int64_t zero_dtype, int64_t zero, int64_t group_size, int64_t block_size, void* y, int64_t dtype,
-                                 int64_t num_rows, int64_t num_inputs, int64_t num_outputs) {
+                                 int64_t zero_dtype, int64_t zero, int64_t group_size,
+                                 int64_t block_size, void* y, int64_t dtype, int64_t num_rows,
+                                 int64_t num_inputs, int64_t num_outputs) {
     using namespace lpx;
     const CodedProduct g{static_cast<const uint8_t*>(packed), scales, scale_dtype, zeros, zero_dtype, zero,
                          y, dtype, num_rows, num_inputs, num_outputs, group_size, block_size};
