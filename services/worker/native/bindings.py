@@ -147,19 +147,26 @@ class Native:
 
     def linear_codes(self, x: Tensor, weight: PackedCodes) -> Tensor:
         """`[T, in]` times a weight in codes: fresh `[T, out]`."""
-        num_rows, num_inputs = x.shape
-        y = torch.empty(num_rows, weight.out_features, dtype=x.dtype)
-        self._kernels.lpx_linear_codes(
+        y = torch.empty(len(x), weight.out_features, dtype=x.dtype)
+        self._multiply_codes("linear_codes", x, weight, y)
+        return y
+
+    def best_codes(self, x: Tensor, weight: PackedCodes) -> Tensor:
+        """The index of each row's first largest output of `linear_codes`; fresh int64 `[T]`."""
+        outputs = torch.empty(len(x), dtype=torch.int64)
+        self._multiply_codes("best_codes", x, weight, outputs)
+        return outputs
+
+    def _multiply_codes(self, kernel: str, x: Tensor, weight: PackedCodes, result: Tensor) -> None:
+        self.kernel(kernel)(
             x.data_ptr(),
             row_stride(x),
             *weight.words,
-            y.data_ptr(),
+            result.data_ptr(),
             DTYPE_CODES[x.dtype],
-            num_rows,
-            num_inputs,
+            *x.shape,
             weight.out_features,
         )
-        return y
 
     def add_lora(self, y: Tensor, x: Tensor, site_id: int, runs: Tensor) -> None:
         """See `ops/lora`. y `[T, out]` is mutated; `runs` as `records.pack_runs` makes them."""

@@ -83,6 +83,20 @@ def test_a_row_of_tiny_inputs_does_not_depend_on_its_neighbours(compiled, kind):
         assert weight.apply(x[:num_rows]).equal(alone[:num_rows]), num_rows
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", [("int8", 10_000), ("int4", 64), ("float8", 64)], ids=str)
+def test_the_best_output_is_the_first_of_the_largest(compiled, kind, dtype):
+    half = weight_in_codes((1500, 64), *kind)
+    twice = replace(half, codes=half.codes.repeat(2, 1), scales=half.scales.repeat(2, 1))
+    for weight in (half.outputs([(0, 70)]), twice):
+        packed = CodedLinear(compiled, weight)
+        x = rows_between_nans(200, 64, dtype)
+        x[2], x[6], x[8, 5] = float("nan"), 0, float("inf")
+        for num_rows in (1, 2, 9, 200):
+            logits = packed.apply(x[:num_rows]).float()
+            assert packed.best(x[:num_rows]).tolist() == logits.numpy().argmax(-1).tolist()
+
+
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_rows_of_the_weight_come_back_as_the_codes_mean_them(compiled, kind):
     code, group_size, has_zeros = kind

@@ -35,7 +35,10 @@ public:
         }
     }
 
-    TilePanels(const CodedProduct& g, const Rows& rows) : g_(g), rows_(rows), to_{g} {
+    // make_to() makes what takes the sums.
+    template <class MakeTo>
+    TilePanels(const CodedProduct& g, const Rows& rows, const MakeTo& make_to)
+        : g_(g), rows_(rows), to_(make_to()) {
         tile_inputs_ = smaller(g.block_size, kTileRows * kRowInputs);
         tile_bytes_ = tile_inputs_ / kRowInputs * kTileBytes;
         while (int64_t(1) << tile_bits_ < tile_inputs_) ++tile_bits_;

@@ -19,6 +19,8 @@
 //   without VNNI.
 //
 // In all of them a row's result does not depend on the other rows.
+#include "activations.h"
+#include "best.h"
 #include "codes.h"
 #include "codes_digits.h"
 #include "codes_pairs.h"
@@ -96,11 +98,10 @@ void add_rows(int64_t n, const CodedProduct& g, const Block<Kind>& block, const 
     rows.template add<R>(g, block, row, totals);
 }
 
-// Stores y.
+// What becomes of the sums of a panel, totals[end - row][32] for rows [row, end): they are stored ...
 struct Outputs {
     const CodedProduct& g;
 
-    // y[row, end)[panel] = totals[end - row][32].
     void take(const float* totals, int64_t row, int64_t end, int64_t panel) const {
         with_activation(g.dtype, [&](auto t) {
             using T = decltype(t);
@@ -115,15 +116,64 @@ struct Outputs {
     }
 };
 
+// ... or a thread keeps the best of its panels, rounded as if it were stored.
+class BestOutputs {
+public:
+    BestOutputs(const CodedProduct& g, MergedBest& merged) : g_(g), merged_(merged) {
+        static_assert(sizeof(float) == sizeof(int32_t), "one buffer for both");
+        scores_ = scratch(1, 2 * g.num_rows);
+        outputs_ = reinterpret_cast<int32_t*>(scores_ + g.num_rows);
+        for (int64_t row = 0; row < g.num_rows; ++row) {
+            scores_[row] = -INFINITY;
+            outputs_[row] = 0;
+        }
+    }
+    ~BestOutputs() {
+        merged_.add(scores_, [&](int64_t row) { return int64_t{outputs_[row]}; });
+    }
+
+    void take(const float* totals, int64_t row, int64_t end, int64_t panel) {
+        with_activation(g_.dtype, [&](auto t) {
+            using T = decltype(t);
+            for (; row < end; ++row, totals += kPanel) {
+                alignas(64) float values[kPanel];
+                for (int64_t i = 0; i < kPanel; i += kLanes) store(values + i, rounded(load(totals + i), T()));
+                int any = 0;  // is not worse
+                for (int64_t i = 0; i < kPanel; ++i) any |= !(values[i] < scores_[row]);
+                if (any) choose(values, row, panel * kPanel);
+            }
+        });
+    }
+
+private:
+    void choose(const float* values, int64_t row, int64_t first) {
+        for (int64_t i = 0; i < smaller(kPanel, g_.num_outputs - first); ++i) {
+            if (is_better(values[i], first + i, scores_[row], outputs_[row])) {
+                scores_[row] = values[i];
+                outputs_[row] = static_cast<int32_t>(first + i);
+            }
+        }
+    }
+
+    const CodedProduct& g_;
+    MergedBest& merged_;
+    float* scores_;
+    int32_t* outputs_;
+};
+
 // Products of a block and as many rows as registers hold.
-template <Code Kind, class Rows>
+template <Code Kind, class Rows, class To>
 struct RegisterPanels {
     const CodedProduct& g;
     const Rows& rows;
-    Outputs to{g};
+    To to;
+
+    template <class MakeTo>
+    RegisterPanels(const CodedProduct& product, const Rows& inputs, const MakeTo& make_to)
+        : g(product), rows(inputs), to(make_to()) {}
 
     // The product of rows [begin, end) and a panel.
-    void multiply(int64_t panel, int64_t begin, int64_t end) const {
+    void multiply(int64_t panel, int64_t begin, int64_t end) {
         float* totals = scratch(0, (end - begin) * kPanel);
         std::memset(totals, 0, (end - begin) * kPanel * sizeof(float));
         Block<Kind> block;
@@ -140,12 +190,12 @@ struct RegisterPanels {
     }
 };
 
-// `Panels` is made of g and rows by each thread.
-template <class Panels, class Rows>
-void multiply_panels(const CodedProduct& g, const Rows& rows) {
+// `Panels` is made of g, rows and make_to, which makes what takes the sums, by each thread.
+template <class Panels, class Rows, class MakeTo>
+void multiply_panels(const CodedProduct& g, const Rows& rows, const MakeTo& make_to) {
     const int64_t num_panels = ceil_div(g.num_outputs, kPanel);
     const int64_t num_row_tasks = ceil_div(g.num_rows, kTaskRows);
-    const auto make = [&] { return Panels{g, rows}; };
+    const auto make = [&] { return Panels(g, rows, make_to); };
     parallel_shares(ceil_div(num_panels, kTaskPanels) * num_row_tasks, make, [&](Panels& own, int64_t task) {
         const int64_t first = task / num_row_tasks * kTaskPanels;
         const int64_t begin = task % num_row_tasks * kTaskRows;
@@ -156,18 +206,18 @@ void multiply_panels(const CodedProduct& g, const Rows& rows) {
     });
 }
 
-template <Code Kind, class Rows>
-void multiply(const CodedProduct& g, const Rows& rows) {
-    multiply_panels<RegisterPanels<Kind, Rows>>(g, rows);
+template <Code Kind, class Rows, class MakeTo>
+void multiply(const CodedProduct& g, const Rows& rows, const MakeTo& make_to) {
+    multiply_panels<RegisterPanels<Kind, Rows, decltype(make_to())>>(g, rows, make_to);
 }
 
-template <Code Kind, class T>
-void multiply_wide(const CodedProduct& g, const T* x, int64_t ldx) {
+template <Code Kind, class T, class MakeTo>
+void multiply_wide(const CodedProduct& g, const T* x, int64_t ldx, const MakeTo& make_to) {
     const bool copies = sizeof(T) != sizeof(float);
     float* buffer = copies ? scratch(3, g.num_rows * g.num_inputs) : nullptr;
     const WideRows rows{widen(x, ldx, g.num_rows, g.num_inputs, buffer),
                         widened_stride(x, ldx, g.num_inputs)};
-    multiply<Kind>(g, rows);
+    multiply<Kind>(g, rows, make_to);
 }
 
 // Whether products of pairs, where they are fast, are preferred to products of digits: always, if there are
@@ -187,40 +237,53 @@ constexpr bool prefers_pairs([[maybe_unused]] Code kind) {
 // bits.
 int64_t min_tile_rows(const CodedProduct& g) { return g.block_size < 64 ? 9 : 3; }
 
-template <Code Kind>
-void multiply_rows(const CodedProduct& g, const bf16* x, int64_t ldx) {
+template <Code Kind, class MakeTo>
+void multiply_rows(const CodedProduct& g, const bf16* x, int64_t ldx, const MakeTo& make_to) {
     if constexpr (Kind != Code::kFloat8) {
         if (g.num_rows < min_tile_rows(g)) {
-            return multiply<Kind>(g, DigitRows(g, Kind, x, ldx, false));
+            return multiply<Kind>(g, DigitRows(g, Kind, x, ldx, false), make_to);
         }
     }
-    using Panels = TilePanels<Kind, Outputs>;
-    multiply_panels<Panels>(g, Panels::rows_of(g, x, ldx));
+    using Panels = TilePanels<Kind, decltype(make_to())>;
+    multiply_panels<Panels>(g, Panels::rows_of(g, x, ldx), make_to);
 }
 
 #else
 
-template <Code Kind>
-void multiply_rows(const CodedProduct& g, const bf16* x, int64_t ldx) {
+template <Code Kind, class MakeTo>
+void multiply_rows(const CodedProduct& g, const bf16* x, int64_t ldx, const MakeTo& make_to) {
 #if defined(LPX_HAS_PAIRS)
     if (uses_pairs() && prefers_pairs(Kind)) {
         if constexpr (Kind == Code::kInt4 && kLanes == 16) {
-            if (g.block_size >= 64) return multiply<Kind>(g, PairRows<Kind, 2>(g, x, ldx));
+            if (g.block_size >= 64) return multiply<Kind>(g, PairRows<Kind, 2>(g, x, ldx), make_to);
         }
-        return multiply<Kind>(g, PairRows<Kind, 1>(g, x, ldx));
+        return multiply<Kind>(g, PairRows<Kind, 1>(g, x, ldx), make_to);
     }
 #endif
 #if defined(__AVX512VNNI__)
-    if constexpr (Kind != Code::kFloat8) return multiply<Kind>(g, DigitRows(g, Kind, x, ldx, false));
+    if constexpr (Kind != Code::kFloat8) return multiply<Kind>(g, DigitRows(g, Kind, x, ldx, false), make_to);
 #endif
-    multiply_wide<Kind>(g, x, ldx);
+    multiply_wide<Kind>(g, x, ldx, make_to);
 }
 
 #endif
 
-template <Code Kind>
-void multiply_rows(const CodedProduct& g, const float* x, int64_t ldx) {
-    multiply_wide<Kind>(g, x, ldx);
+template <Code Kind, class MakeTo>
+void multiply_rows(const CodedProduct& g, const float* x, int64_t ldx, const MakeTo& make_to) {
+    multiply_wide<Kind>(g, x, ldx, make_to);
+}
+
+// `make_to`: see multiply_panels.
+template <class MakeTo>
+void multiply_codes(const CodedProduct& g, int64_t kind, const void* x, int64_t ldx, const MakeTo& make_to) {
+    with_activation(g.dtype, [&](auto t) {
+        const auto* in = static_cast<const decltype(t)*>(x);
+        switch (static_cast<Code>(kind)) {
+            case Code::kInt4: return multiply_rows<Code::kInt4>(g, in, ldx, make_to);
+            case Code::kInt8: return multiply_rows<Code::kInt8>(g, in, ldx, make_to);
+            case Code::kFloat8: return multiply_rows<Code::kFloat8>(g, in, ldx, make_to);
+        }
+    });
 }
 
 }  // namespace
@@ -272,12 +335,19 @@ LPX_EXPORT void lpx_linear_codes(const void* x, int64_t ldx, const void* packed,
     using namespace lpx;
     const CodedProduct g{static_cast<const uint8_t*>(packed), scales, scale_dtype, zeros, zero_dtype, zero,
                          y, dtype, num_rows, num_inputs, num_outputs, group_size, block_size};
-    with_activation(dtype, [&](auto t) {
-        const auto* in = static_cast<const decltype(t)*>(x);
-        switch (static_cast<Code>(kind)) {
-            case Code::kInt4: return multiply_rows<Code::kInt4>(g, in, ldx);
-            case Code::kInt8: return multiply_rows<Code::kInt8>(g, in, ldx);
-            case Code::kFloat8: return multiply_rows<Code::kFloat8>(g, in, ldx);
-        }
-    });
+    multiply_codes(g, kind, x, ldx, [&] { return Outputs{g}; });
+}
+
+// outputs[num_rows] = the index of each row's largest output, as `lpx_linear_codes` rounds it to `dtype`; the
+// lowest among equals. As numpy has it, NaN is larger than any number.
+LPX_EXPORT void lpx_best_codes(const void* x, int64_t ldx, const void* packed, int64_t kind,
+                               const void* scales, int64_t scale_dtype, const void* zeros,
+                               int64_t zero_dtype, int64_t zero, int64_t group_size, int64_t block_size,
+                               void* outputs, int64_t dtype, int64_t num_rows, int64_t num_inputs,
+                               int64_t num_outputs) {
+    using namespace lpx;
+    const CodedProduct g{static_cast<const uint8_t*>(packed), scales, scale_dtype, zeros, zero_dtype, zero,
+                         nullptr, dtype, num_rows, num_inputs, num_outputs, group_size, block_size};
+    MergedBest merged(num_rows, static_cast<int64_t*>(outputs));
+    multiply_codes(g, kind, x, ldx, [&] { return BestOutputs(g, merged); });
 }

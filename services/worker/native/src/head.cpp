@@ -5,9 +5,9 @@
 // right operands. Every output is summed in the order of its inputs in one accumulator and then rounded, so
 // it has the bits that `lpx_linear_tiles` gives.
 #include <cmath>
-#include <mutex>
 
 #include "activations.h"
+#include "best.h"
 #include "kernels.h"
 #include "pool.h"
 #include "vec.h"
@@ -115,47 +115,13 @@ struct Best {
     }
 };
 
-// As numpy orders scores: NaN first, then the largest, and the lowest output among equals.
-inline bool is_better(float score, int64_t output, float other_score, int64_t other) {
-    const bool is_nan = std::isnan(score), other_is_nan = std::isnan(other_score);
-    const bool is_equal = score == other_score || (is_nan && other_is_nan);
-    if (is_equal) return output < other;
-    return is_nan || score > other_score;
-}
-
-// Collects the best outputs of all threads.
-class Merged {
-public:
-    Merged(const HeadProduct& h, int64_t* outputs)
-        : num_rows_(h.num_rows), scores_(scratch(2, h.num_rows)), outputs_(outputs) {
-        for (int64_t row = 0; row < num_rows_; ++row) {
-            scores_[row] = -INFINITY;
-            outputs_[row] = 0;
-        }
-    }
-    void add(const Best& best) {
-        std::lock_guard<std::mutex> lock(mutex_);
-        for (int64_t row = 0; row < num_rows_; ++row) {
-            const int64_t output = static_cast<int64_t>(best.outputs[row]);
-            if (is_better(best.scores[row], output, scores_[row], outputs_[row])) {
-                scores_[row] = best.scores[row];
-                outputs_[row] = output;
-            }
-        }
-    }
-
-private:
-    const int64_t num_rows_;
-    float* const scores_;
-    int64_t* const outputs_;
-    std::mutex mutex_;
-};
-
 // A thread's blocks.
 class BestOfShare {
 public:
-    BestOfShare(const HeadProduct& h, Merged& merged) : h_(h), merged_(merged), best_(h) {}
-    ~BestOfShare() { merged_.add(best_); }
+    BestOfShare(const HeadProduct& h, MergedBest& merged) : h_(h), merged_(merged), best_(h) {}
+    ~BestOfShare() {
+        merged_.add(best_.scores, [&](int64_t row) { return static_cast<int64_t>(best_.outputs[row]); });
+    }
 
     void take(int64_t block) {
         const int64_t first = block * kBlock, n = smaller(h_.num_outputs - first, kBlock);
@@ -166,7 +132,7 @@ public:
 
 private:
     const HeadProduct& h_;
-    Merged& merged_;
+    MergedBest& merged_;
     PanelProduct product_;
     Best best_;
 };
@@ -201,7 +167,7 @@ LPX_EXPORT void lpx_best_plain(const void* x, const void* weight, void* outputs,
                                int64_t num_inputs, int64_t num_outputs) {
     using namespace lpx;
     const HeadProduct h(x, weight, num_rows, num_inputs, num_outputs);
-    Merged merged(h, static_cast<int64_t*>(outputs));
+    MergedBest merged(num_rows, static_cast<int64_t*>(outputs));
     const auto make = [&] { return BestOfShare(h, merged); };
     parallel_shares(h.num_blocks(), make, [](BestOfShare& best, int64_t block) { best.take(block); });
 }

@@ -240,9 +240,14 @@ class CodedLinear(BaseLinear):
 
     def apply(self, x: Tensor) -> Tensor:
         """`[T, in]` -> `[T, out]`."""
-        if self._order is not None:
-            x = x[:, self._order]
-        return self._native.linear_codes(x, self._weight)
+        return self._native.linear_codes(self._ordered(x), self._weight)
+
+    def best(self, x: Tensor) -> Tensor:
+        """See `ChoosesBest`."""
+        return self._native.best_codes(self._ordered(x), self._weight)
+
+    def _ordered(self, x: Tensor) -> Tensor:
+        return x if self._order is None else x[:, self._order]
 
     def weight_rows(self, begin: int, end: int) -> Tensor:
         """Rows [begin, end), float32."""
