@@ -241,13 +241,14 @@ def plan_of(requests):
 def test_a_mixture_over_kernels_equals_one_expert_at_a_time_and_asks_nobody(
     base, device, monkeypatch
 ):
-    outputs = {}
+    outputs, told = {}, {"torch": [], "auto": []}
     for isa in ("torch", "auto"):
         runner = make_runner(base, device, isa)
         free = list(range(runner.arena_blocks))
         requests = []
         for i, prompt in enumerate(PROMPTS):
             request = Request(f"r{i}", list(prompt), SamplingParams(max_tokens=4, seed=i))
+            request.routed_from = 0 if i else None
             request.block_tables = [[free.pop(), free.pop()] for _ in runner.kv_group_windows]
             requests.append(request)
         for _ in range(2):
@@ -255,12 +256,15 @@ def test_a_mixture_over_kernels_equals_one_expert_at_a_time_and_asks_nobody(
             for row, sampled in zip(plan.rows, runner.launch(plan).result(), strict=True):
                 row.request.num_computed += row.num_tokens
                 row.request.output_ids.append(sampled.token_id)
+                told[isa].append(sampled.experts)
         with torch.inference_mode():
             plan = plan_of(requests)
             step = runner._batches.read(plan)
             hidden = runner._model.forward(runner._batches.make(step))
         outputs[isa] = [request.output_ids for request in requests], hidden
     assert outputs["auto"][0] == outputs["torch"][0]
+    assert told["auto"] == told["torch"]
+    assert [bool(experts) for experts in told["auto"]] == [False, True, True] * 2
     torch.testing.assert_close(outputs["auto"][1], outputs["torch"][1], rtol=1e-4, atol=1e-4)
 
     gpu = runner._batches.gpu
