@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from loraplex.api.registry import AdapterVersion
-from loraplex.client.uploading import LocalFile
+from loraplex.client.sent_files import LocalFile
 from loraplex.errors import DataLoss, InvalidRequest
 
 MODELPACK, OCI = "modelpack", "oci"

@@ -15,7 +15,7 @@ from benchmarks.registry.process import RegistryProcess
 from benchmarks.registry.stream import CountingServer
 from loraplex.client.progress import ignore_progress
 from loraplex.client.publishing import Publication, local_files
-from loraplex.client.uploading import hash_files
+from loraplex.client.sent_files import hash_files
 
 MB = 1_000_000
 _COPY_BYTES = 1 << 20

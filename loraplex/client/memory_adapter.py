@@ -8,7 +8,7 @@ from typing import Any
 
 from loraplex.adapter_format import CONFIG_FILE, TENSOR_FILE
 from loraplex.adapter_format.safetensors_header import LENGTH_BYTES, prefix_bytes
-from loraplex.client.uploading import MemoryFile
+from loraplex.client.sent_files import MemoryFile
 from loraplex.errors import InvalidAdapter, InvalidRequest, Unsupported, Violation
 
 

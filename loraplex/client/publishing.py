@@ -11,7 +11,7 @@ from loraplex.adapter_format.files import check_files
 from loraplex.adapter_format.findings import Findings
 from loraplex.adapter_format.folder import file_names, left_out, read_config, read_files
 from loraplex.adapter_format.safetensors_header import read_prefix
-from loraplex.client.uploading import LocalFile
+from loraplex.client.sent_files import LocalFile
 from loraplex.errors import NOTE, DataLoss, InvalidAdapter, InvalidRequest, Violation
 from loraplex.model_layout import is_layout, layout_files
 from loraplex.refs import check_tag, parse_name

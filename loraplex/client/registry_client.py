@@ -36,8 +36,9 @@ from loraplex.client.publishing import (
     signatures_of,
 )
 from loraplex.client.registry_admin import RegistryAdmin
+from loraplex.client.sent_files import hash_files
 from loraplex.client.settings import Credentials
-from loraplex.client.uploading import hash_files, upload
+from loraplex.client.uploading import upload
 from loraplex.errors import Violation
 from loraplex.model_layout import make_layout
 from loraplex.v1 import registry_pb2 as pb

@@ -1,11 +1,9 @@
-"""Uploads an adapter to the registry: hashes it, sends it in chunks, and resumes after failures."""
+"""Uploads an adapter to the registry: sends it in chunks, and resumes after failures."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
-import io
 import math
 import secrets
 import time
@@ -13,8 +11,7 @@ import zlib
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import grpc
 
@@ -22,9 +19,9 @@ from loraplex.api.error_wire import STATUS_LOST
 from loraplex.api.registry import MAX_ONE_CALL_BYTES
 from loraplex.client.channel import CHUNK_BYTES, Channel
 from loraplex.client.progress import Progress, ignore_progress
+from loraplex.client.sent_files import MemoryFile, SentFile, Summed
 from loraplex.errors import (
     Blocked,
-    DataLoss,
     LoraplexError,
     ResourceExhausted,
     Unavailable,
@@ -47,47 +44,8 @@ WANTED_BYTES_PER_S = 100 << 20
 RANGE_BYTES = 16 << 20
 """Bytes of a file that one stream sends where several send it."""
 _READ_AHEAD_CHUNKS = 8
-_SMALL_BYTES = 64 << 10
-"""Hashing this many bytes takes less time than a thread takes to start."""
 _REFUSED_AT_ONCE = ("UNREACHABLE", "NO_BASE")
 """Reasons of a failed first attempt for which another attempt is pointless."""
-
-
-@dataclass(frozen=True, slots=True)
-class LocalFile:
-    """One file to send."""
-
-    path: str
-    """Path within the adapter."""
-    location: Path
-    size_bytes: int
-    sha256: str = ""
-    """The sha256 that the content must have, if it is known."""
-
-    def open(self) -> BinaryIO:
-        """The content, from its start."""
-        return self.location.open("rb")
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryFile:
-    """One file to send whose content is in memory."""
-
-    path: str
-    """Path within the adapter."""
-    content: bytes
-    sha256: str = ""
-
-    @property
-    def size_bytes(self) -> int:
-        return len(self.content)
-
-    def open(self) -> BinaryIO:
-        """The content, from its start."""
-        return io.BytesIO(self.content)
-
-
-SentFile = LocalFile | MemoryFile
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,68 +55,6 @@ class _Range:
     file: SentFile
     begin: int
     end: int
-
-
-@dataclass(frozen=True, slots=True)
-class Summed:
-    """The checksums of a file that was read."""
-
-    spec: pb.FileSpec
-    crc32s: Sequence[int] = ()
-    """CRC-32 of each chunk of CHUNK_BYTES, of which the last one is shorter; none if they were not
-    computed."""
-
-
-async def hash_files(files: Sequence[SentFile], progress: Progress) -> list[Summed]:
-    """Read the files and compute their checksums; those of chunks only if they are sent in more
-    than one call. Raises DataLoss if a file is damaged."""
-    loop = asyncio.get_running_loop()
-    total_bytes = sum(file.size_bytes for file in files)
-    done_bytes = 0
-    summed = []
-    for file in files:
-
-        def report(num_bytes: int, before: int = done_bytes) -> None:
-            loop.call_soon_threadsafe(progress, "hash", before + num_bytes, total_bytes)
-
-        crc32s: Sequence[int] = ()
-        if _is_small(file):
-            num_bytes, sha256 = _hash_file(file, report)
-        elif total_bytes <= MAX_ONE_CALL_BYTES:
-            num_bytes, sha256 = await asyncio.to_thread(_hash_file, file, report)
-        else:
-            # Nothing is being sent yet, so a second core can compute the sums of chunks without
-            # delaying the upload.
-            (num_bytes, sha256), crc32s = await asyncio.gather(
-                asyncio.to_thread(_hash_file, file, report),
-                asyncio.to_thread(_sum_chunks, file),
-            )
-        if file.sha256 not in ("", sha256):
-            raise DataLoss(f"{file.path} is damaged, its sha256 is {sha256}")
-        done_bytes += num_bytes
-        summed.append(Summed(pb.FileSpec(path=file.path, size=num_bytes, sha256=sha256), crc32s))
-    return summed
-
-
-def _is_small(file: SentFile) -> bool:
-    return isinstance(file, MemoryFile) and file.size_bytes <= _SMALL_BYTES
-
-
-def _hash_file(file: SentFile, report: Callable[[int], None]) -> tuple[int, str]:
-    """Size in bytes and sha256."""
-    digest = hashlib.sha256()
-    num_bytes = 0
-    with file.open() as content:
-        while chunk := content.read(CHUNK_BYTES):
-            digest.update(chunk)
-            num_bytes += len(chunk)
-            report(num_bytes)
-    return num_bytes, digest.hexdigest()
-
-
-def _sum_chunks(file: SentFile) -> list[int]:
-    with file.open() as content:
-        return [zlib.crc32(chunk) for chunk in iter(lambda: content.read(CHUNK_BYTES), b"")]
 
 
 async def upload(

@@ -14,8 +14,9 @@ import pytest
 
 from loraplex.client.channel import CHUNK_BYTES, Channel
 from loraplex.client.progress import ignore_progress
+from loraplex.client.sent_files import LocalFile, hash_files
 from loraplex.client.settings import Credentials
-from loraplex.client.uploading import PAUSES_S, LocalFile, hash_files, upload
+from loraplex.client.uploading import PAUSES_S, upload
 from loraplex.errors import InvalidAdapter, LoraplexError, Unavailable
 from loraplex.v1 import registry_pb2 as pb
 from loraplex.v1.registry_pb2_grpc import RegistryServiceStub

@@ -16,7 +16,7 @@ from loraplex.client import uploading
 from loraplex.client.channel import CHUNK_BYTES
 from loraplex.client.progress import ignore_progress
 from loraplex.client.publishing import Publication
-from loraplex.client.uploading import LocalFile, hash_files
+from loraplex.client.sent_files import LocalFile, hash_files
 from loraplex.errors import DataLoss, InvalidAdapter, Unavailable
 from loraplex.v1 import registry_pb2 as pb
 from loraplex_services.registry import layout
