@@ -48,15 +48,15 @@ def report_from_proto(request: pb.RecordUsageRequest) -> dict[str, Counts]:
 
 
 def used_adapters(request: pb.RecordUsageRequest) -> set[str]:
-    """`tenant/name` of those that their own tenant used. A model of several joins these by +, and
-    entries of gateways do not name ephemeral adapters."""
+    """Scopes of those that their own tenant used. A model of several joins these by +, and entries
+    of gateways do not name ephemeral adapters. Reports spell names as they were published."""
     named = {
         scope
         for entry in request.entries
         for scope in entry.model.split("+")
         if scope.startswith(f"{entry.tenant}/")
     }
-    return named | set(request.ephemeral_adapters)
+    return {scope.lower() for scope in (*named, *request.ephemeral_adapters)}
 
 
 def since_from_proto(since: str, today: datetime.date) -> datetime.date:

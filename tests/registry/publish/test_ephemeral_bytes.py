@@ -81,6 +81,7 @@ async def test_without_a_limit_nothing_is_noted(registry: Registry) -> None:
 def test_a_report_names_the_adapters_that_their_own_tenant_used() -> None:
     models = ["acme/a", "acme/b+acme/c", "other/d", "org-base", "acme-2/e"]
     entries = [pb.UsageEntry(day="2026-11-26", tenant="acme", model=model) for model in models]
-    names = ["acme/once"]
+    names = ["acme/once", "acme/Spelled-1"]
     request = pb.RecordUsageRequest(report_id="r", entries=entries, ephemeral_adapters=names)
-    assert used_adapters(request) == {"acme/a", "acme/b", "acme/c", "acme/once"}
+    used = {"acme/a", "acme/b", "acme/c", "acme/once", "acme/spelled-1"}
+    assert used_adapters(request) == used, "as the index has them"
