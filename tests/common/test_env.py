@@ -1,5 +1,6 @@
 """The table of variables: every default is legal, bad values and unknown names are named."""
 
+import pwd
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,17 @@ def test_no_name_looks_like_what_kubernetes_injects() -> None:
     for name in variables.known_names():
         assert name.startswith("LORAPLEX_")
         assert not name.endswith(("_PORT", "_HOST")), name
+
+
+def test_a_user_without_a_home_has_a_default_state_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is written there if the store and the index are elsewhere."""
+
+    def unknown(uid: int) -> None:
+        raise KeyError(uid)
+
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    assert variables.default_state_dir({}).name == "loraplex"
 
 
 def test_unset_and_empty_mean_the_default() -> None:

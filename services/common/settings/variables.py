@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -25,7 +26,7 @@ def known_names() -> set[str]:
 
 def default_state_dir(environ: Mapping[str, str]) -> Path:
     """`${XDG_STATE_HOME:-~/.local/state}/loraplex`."""
-    home = environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    home = environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
     return Path(home) / "loraplex"
 
 
