@@ -161,7 +161,7 @@ def _translated(path: Path, cache_folder: Path) -> Path:
     neither the file's name nor the tokenizer next to it. Raises InvalidRequest with the reason of a
     refusal."""
     facts = [
-        (str(file), file.stat().st_size, file.stat().st_mtime_ns)
+        (str(file), str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns)
         for file in (path, *(path.parent / name for name in TOKENIZER_FILES))
         if file.is_file()
     ]

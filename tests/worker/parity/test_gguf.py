@@ -1,6 +1,7 @@
 """Bases from GGUF files == transformers + peft over the weights that transformers reads."""
 
 import json
+import shutil
 import struct
 import subprocess
 import sys
@@ -239,3 +240,13 @@ def test_a_link_to_a_file_is_read_with_the_tokenizer_next_to_the_link(tmp_path):
         folder = find_model(str(model), tmp_path / "cache")
         expected = (tmp_path / "tokenizer.json").read_bytes()
         assert (folder / "tokenizer.json").read_bytes() == expected
+
+
+def test_a_link_to_another_file_of_the_same_size_and_time_is_read_anew(tmp_path):
+    """As in images whose files all have the time of their source."""
+    path = written(tmp_path)
+    folder = find_model(str(path), tmp_path / "cache")
+    shutil.copy2(path, tmp_path / "other")
+    path.unlink()
+    path.symlink_to("other")
+    assert find_model(str(path), tmp_path / "cache") != folder
