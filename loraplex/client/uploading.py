@@ -22,6 +22,7 @@ from loraplex.client.progress import Progress, ignore_progress
 from loraplex.client.sent_files import MemoryFile, SentFile, Summed
 from loraplex.errors import (
     Blocked,
+    InvalidRequest,
     LoraplexError,
     ResourceExhausted,
     Unavailable,
@@ -85,8 +86,11 @@ async def upload(
     for pause_s in PAUSES_S:
         try:
             return await _send(channel, session, files, crc32s, progress, num_streams)
-        except (Unavailable, ResourceExhausted) as error:
-            if isinstance(error, ResourceExhausted) and num_streams == 1:
+        except (Unavailable, ResourceExhausted, InvalidRequest) as error:
+            # One stream may do what several may not: the tenant may have too many of them, and
+            # another registry behind the same address may be older and take bytes only in order.
+            is_passing = isinstance(error, Unavailable) or bool(error.retry_after_s)
+            if num_streams == 1 and not is_passing:
                 raise
             num_streams = 1
             await asyncio.sleep(error.retry_after_s or pause_s)
@@ -254,6 +258,9 @@ async def _send_range(
             await call.done_writing()
         except (grpc.RpcError, asyncio.InvalidStateError):
             pass  # The server has already ended the call; its status, below, says why.
+        except BaseException:
+            call.cancel()  # or the registry would wait for the rest, and keep a stream for it
+            raise
         await call
 
 

@@ -17,9 +17,21 @@ from loraplex.client.channel import CHUNK_BYTES
 from loraplex.client.progress import ignore_progress
 from loraplex.client.publishing import Publication
 from loraplex.client.sent_files import LocalFile, hash_files
-from loraplex.errors import DataLoss, InvalidAdapter, Unavailable
+from loraplex.errors import (
+    DataLoss,
+    InvalidAdapter,
+    InvalidRequest,
+    ResourceExhausted,
+    Unavailable,
+)
 from loraplex.v1 import registry_pb2 as pb
+from loraplex_services.common.grpc import call_rates
+from loraplex_services.common.limits import (
+    MAX_STREAMS_PER_CONNECTION,
+    MAX_UPLOAD_STREAMS_PER_TENANT,
+)
 from loraplex_services.registry import layout
+from loraplex_services.registry.api import publishing
 from tests.registry.conftest import ServedRegistry
 from tests.registry.house import CONFIG, TENSORS, adapter_files, upload, write_folder
 
@@ -135,13 +147,95 @@ async def test_several_streams_send_one_file_and_one_that_breaks_is_made_up_for(
         return state
 
     monkeypatch.setattr(uploads, "receive", breaking)
-    data = random.Random(1).randbytes(4 * CHUNK_BYTES + 9)
-    folder = write_folder(tmp_path / "adapter", {CONFIG: b"{}", TENSORS: data})
-    files = [LocalFile(path.name, path, path.stat().st_size) for path in folder.iterdir()]
+    files = _large_adapter(tmp_path / "adapter")
     summed = await hash_files(files, ignore_progress)
-    with pytest.raises(InvalidAdapter, match="safetensors"):  # once all bytes are there
+    with pytest.raises(InvalidAdapter, match="safetensors"):
         await uploading.upload(served.client._channel, pb.PublishOptions(name="sql"), files, summed)
     assert {*begun} >= {0, CHUNK_BYTES, 2 * CHUNK_BYTES, 3 * CHUNK_BYTES}
+
+
+async def test_bytes_are_sent_in_order_where_another_registry_takes_them_only_so(
+    served: ServedRegistry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As registries of two builds behind one address, while they are updated."""
+    monkeypatch.setattr(uploading, "RANGE_BYTES", CHUNK_BYTES)
+    monkeypatch.setattr(uploading, "WANTED_BYTES_PER_S", 1 << 50)
+    uploads = served.registry.uploads
+    receive, num_begun, three_have_begun, refused = uploads.receive, 0, asyncio.Event(), list[int]()
+
+    async def in_order(session: Any, path: str, offset: int, chunks: Any) -> Any:
+        nonlocal num_begun
+        num_begun += 1
+        if num_begun == 3:  # one of them does not begin a file
+            three_have_begun.set()
+        await three_have_begun.wait()
+        [state] = [each for each in await uploads.state(session) if each.file.path == path]
+        if offset > state.committed_bytes:
+            refused.append(offset)
+            raise InvalidRequest.field("offset", offset, "leaves a gap")
+        return await receive(session, path, offset, chunks)
+
+    monkeypatch.setattr(uploads, "receive", in_order)
+    files = _large_adapter(tmp_path / "adapter")
+    summed = await hash_files(files, ignore_progress)
+    with pytest.raises(InvalidAdapter, match="safetensors"):
+        await uploading.upload(served.client._channel, pb.PublishOptions(name="sql"), files, summed)
+    assert refused
+
+
+async def test_one_stream_is_sent_again_while_its_tenant_has_too_many(
+    served: ServedRegistry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(uploading, "MAX_ONE_CALL_BYTES", -1)
+    monkeypatch.setattr(call_rates, "REFUSAL_DELAY_S", 0.01)
+    uploads = served.registry.uploads
+    receive, num_calls = uploads.receive, 0
+
+    async def refusing(*arguments: Any) -> Any:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls <= 2:
+            raise ResourceExhausted("32 are open", reason="TOO_MANY_CALLS", retry_after_s=0.01)
+        return await receive(*arguments)
+
+    monkeypatch.setattr(uploads, "receive", refusing)
+    assert (await upload(served.client, tmp_path, "sql", 1)).version.version == 1
+    assert num_calls == 4
+
+
+async def test_an_upload_in_one_stream_fills_the_gap_before_bytes_that_are_stored(
+    served: ServedRegistry, tmp_path: Path
+) -> None:
+    """The registry ends the first stream at its end, without an error."""
+    files = _large_adapter(tmp_path / "adapter")
+    summed = await hash_files(files, ignore_progress)
+    options, stub = pb.PublishOptions(name="sql"), served.client._stub
+    request = pb.CreateUploadRequest(options=options, files=[each.spec for each in summed])
+    session = await stub.CreateUpload(request)
+    data = (tmp_path / "adapter" / TENSORS).read_bytes()[CHUNK_BYTES : 2 * CHUNK_BYTES]
+    answer = await stub.UploadPart(iter([_part(session.upload_id, TENSORS, CHUNK_BYTES, data)]))
+    assert answer.progress.committed_bytes == 0
+    with pytest.raises(InvalidAdapter, match="safetensors"):
+        await uploading.upload(served.client._channel, options, files, summed)
+
+
+async def test_a_file_that_cannot_be_read_holds_no_stream_of_its_tenant(
+    served: ServedRegistry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(uploading, "MAX_ONE_CALL_BYTES", -1)
+    monkeypatch.setattr(publishing, "MAX_UPLOAD_IDLE_S", 3600)
+    folder = write_folder(tmp_path / "adapter", adapter_files(1))
+    files = _files_of(folder)
+    summed = await hash_files(files, ignore_progress)
+    options, failures = pb.PublishOptions(name="sql"), list[object]()
+    (folder / TENSORS).unlink()
+    for _ in range(MAX_UPLOAD_STREAMS_PER_TENANT):
+        with pytest.raises(FileNotFoundError) as failure:
+            await uploading.upload(served.client._channel, options, files, summed)
+        failures.append(failure)  # whose traceback would keep the call
+    (folder / TENSORS).write_bytes(adapter_files(1)[TENSORS])
+    done = await uploading.upload(served.client._channel, options, files, summed)
+    assert done.version.version == 1
 
 
 @pytest.mark.parametrize(
@@ -191,6 +285,16 @@ async def test_damaged_bytes_in_the_store_are_data_loss_not_data(
     (objects_folder / layout.blob(config.sha256)).write_bytes(b" " * config.size_bytes)
     with pytest.raises(DataLoss, match="not what was published"):
         await served.client.read_file("sql", CONFIG)
+
+
+def _large_adapter(folder: Path) -> list[LocalFile]:
+    """More than one call takes. Its tensors are refused once all bytes are there."""
+    tensors = random.Random(1).randbytes(4 * CHUNK_BYTES + 9)
+    return _files_of(write_folder(folder, {CONFIG: b"{}", TENSORS: tensors}))
+
+
+def _files_of(folder: Path) -> list[LocalFile]:
+    return [LocalFile(path.name, path, path.stat().st_size) for path in folder.iterdir()]
 
 
 def _sha256(data: bytes) -> str:
