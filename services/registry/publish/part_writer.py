@@ -68,18 +68,17 @@ class PartWriter:
 
     async def finish(self) -> None:
         """Commit the undamaged chunks. Raises DataLoss if one was damaged."""
-        damage = None
         try:
             try:
                 await self._pass_on()
                 await self._worked()
-            except DataLoss as error:
-                damage = error
+            except DataLoss:
+                await self._commit()
+                raise
             await self._commit()
         finally:
+            self._working = None  # it may hold the error, whose traceback holds the whole call
             await self._writer.abort()
-        if damage is not None:
-            raise damage
 
     async def _commit(self) -> None:
         if self._good_bytes:

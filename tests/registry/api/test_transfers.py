@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import hashlib
 import random
 import zlib
@@ -102,6 +103,24 @@ async def test_a_chunk_that_was_damaged_on_the_way_is_not_stored(served: ServedR
     part.crc32 ^= 1
     with pytest.raises(DataLoss, match="crc32"):
         await served.client._channel.call(served.client._stub.UploadPart, iter([part]))
+
+
+async def test_calls_with_damaged_chunks_do_not_count_as_open(served: ServedRegistry) -> None:
+    """Also before Python looks for cycles of garbage."""
+    files = adapter_files(1)
+    request = pb.CreateUploadRequest(options=pb.PublishOptions(name="sql"))
+    for path, data in files.items():
+        request.files.add(path=path, size=len(data), sha256=_sha256(data))
+    session = await served.client._stub.CreateUpload(request)
+    part = _part(session.upload_id, CONFIG, 0, files[CONFIG])
+    part.crc32 ^= 1
+    gc.disable()
+    try:
+        for _ in range(MAX_STREAMS_PER_CONNECTION + 10):
+            with pytest.raises(DataLoss, match="crc32"):
+                await served.client._channel.call(served.client._stub.UploadPart, iter([part]))
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("chunk_bytes", [1 << 19, 1 << 20])
