@@ -9,6 +9,7 @@ stream.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, replace
@@ -25,6 +26,8 @@ from loraplex_services.gateway.routing.router import ReplicaCounts, RoutingReque
 from loraplex_services.gateway.routing.steering import Interrupted, Steering
 from loraplex_services.gateway.workers.token_stream import TokenStream
 from loraplex_services.gateway.workers.view import WorkerView
+
+logger = logging.getLogger(__name__)
 
 _MAX_KEPT = 256
 """Switches after which a prefix is computed again."""
@@ -72,6 +75,8 @@ class RelayedJob:
         self._workers = workers
         self._limits = limits
         self._job = job
+        self._proven = job.request.adapters
+        """The adapters that chose the last token, or those with which the request began."""
         self._request = request
         self._emitted: list[int] = []
         self._routed = RoutedParts(job.request)
@@ -104,6 +109,8 @@ class RelayedJob:
                 self._stays = True
             except Unavailable as error:
                 await self._recover(error)
+            except LoraplexError as error:
+                self._go_back(error)
         yield Tokens((), len(self._emitted), finish_reason=FinishReason.ABORT)
 
     def _follow(self) -> None:
@@ -185,11 +192,23 @@ class RelayedJob:
         if tokens.token_ids:
             num_output = len(self._emitted) + len(tokens.token_ids)
             tokens = replace(tokens, routed_experts=self._routed.take(num_output))
+            self._proven = self._job.request.adapters
         self._emitted.extend(tokens.token_ids)
         if self._failures:
             self._failures = 0
             self._tried.clear()
         return tokens
+
+    def _go_back(self, error: LoraplexError) -> None:
+        """Continue as before the last switch: a worker may have fetched the new adapters and still
+        be unable to load them. Raises: the error, if it cannot come from a switch."""
+        failed = self._job.request.adapters
+        if failed == self._proven or isinstance(error, DeadlineExceeded):
+            raise error
+        logger.warning("a request goes back to its version", extra={"reason": error.reason})
+        if self._steering.adapters == failed:
+            self._steering.switch(self._proven)
+        self._stays = True
 
     async def _recover(self, error: Unavailable) -> None:
         """Prepare another attempt, or raise the error if there should be none."""

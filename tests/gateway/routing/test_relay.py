@@ -17,6 +17,7 @@ from loraplex.api.sampling import SamplingParams
 from loraplex.errors import DeadlineExceeded, InvalidRequest, LoraplexError, Unavailable
 from loraplex_services.gateway.request import Tokens, WorkerJob
 from loraplex_services.gateway.routing.relay import Relay, RelayLimits
+from loraplex_services.gateway.routing.steering import Steering
 from loraplex_services.gateway.workers.token_stream import TokenStream, WakeupPacer
 from loraplex_services.gateway.workers.view import WorkerView
 from tests.gateway.conftest import eventually
@@ -141,6 +142,30 @@ async def test_continuation_asks_for_no_prompt_logprobs_and_another_worker() -> 
     await _ids(workers)
     assert [job.request.sampling.prompt_logprobs for job in workers.jobs] == [0, None]
     assert len(set(workers.addresses)) == 2
+
+
+async def test_a_version_that_a_worker_cannot_load_after_all_is_left_again() -> None:
+    old, new = AdapterSet((("v1", 1.0),)), AdapterSet((("v2", 1.0),))
+    error = LoraplexError("not copied", reason="ADAPTER_LOAD_FAILED")
+    workers = WorkerPool(_send(0, 4), _fail(error), _send(4, 10))
+    steering, ids = Steering(old), []
+    async for tokens in Relay(workers).stream(_job(("v1", 1.0)), steering):
+        if not ids:
+            steering.switch(new)
+        ids += tokens.token_ids
+    assert tuple(ids) == OUTPUT
+    assert [job.request.adapters for job in workers.jobs] == [old, new, old]
+
+
+async def test_an_error_of_the_version_that_a_request_runs_with_passes() -> None:
+    new = AdapterSet((("v2", 1.0),))
+    workers = WorkerPool(_send(0, 4), _both(_send(4, 6), _fail(InvalidRequest("no"))))
+    steering = Steering(AdapterSet((("v1", 1.0),)))
+    with pytest.raises(InvalidRequest):
+        async for _ in Relay(workers).stream(_job(("v1", 1.0)), steering):
+            if steering.adapters != new:
+                steering.switch(new)
+    assert len(workers.jobs) == 2
 
 
 async def test_other_errors_pass() -> None:
