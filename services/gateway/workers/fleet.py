@@ -175,6 +175,7 @@ class Fleet:
             if each.base_id == base_id:
                 served.max_model_len = min(served.max_model_len, each.max_model_len)
                 served.max_lora_rank = min(served.max_lora_rank, each.max_lora_rank)
+                served.routing_bytes = min(served.routing_bytes, each.routing_bytes)
         model, known = base_from_wire(served, time.time()), self._bases.get(base_id)
         if known is not None:
             model = replace(model, created_unix_s=known.model.created_unix_s)

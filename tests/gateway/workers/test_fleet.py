@@ -19,7 +19,7 @@ from loraplex_services.gateway.workers.link import updated
 from loraplex_services.gateway.workers.view import WorkerView
 from tests.certificates import Authority
 from tests.gateway.conftest import Stack, eventually
-from tests.gateway.scripted_worker import ScriptedWorker, start_worker
+from tests.gateway.scripted_worker import ROUTING, ScriptedWorker, start_worker
 from tests.servers import free_port
 
 
@@ -129,6 +129,7 @@ async def test_worker_that_returns_with_larger_adapters_is_registered_again(stac
 async def test_a_base_has_the_limits_that_all_its_workers_keep(stack: Stack) -> None:
     stack.workers = [ScriptedWorker("w0"), ScriptedWorker("w1", max_model_len=32)]
     stack.workers[0].max_lora_rank = 64
+    stack.workers[1].has_experts = True
     await stack.start()
     for name in ("w1", "w0"):
         await stack.stop_server(name)
@@ -136,10 +137,11 @@ async def test_a_base_has_the_limits_that_all_its_workers_keep(stack: Stack) -> 
         await stack.start_worker(stack.workers[int(name[1])])
         await stack.until_ready(2)
         model = stack.running._fleet.served("base").model
-        assert (model.max_model_len, model.max_lora_rank) == (32, 64)
+        assert (model.max_model_len, model.max_lora_rank, model.routing_bytes) == (32, 64, 0)
     await eventually(lambda: stack.registry.bases[-1].max_lora_rank == 64)
     await stack.running._fleet._keep([stack.worker_address("w1")])
-    assert stack.running._fleet.served("base").model.max_lora_rank == 256
+    model = stack.running._fleet.served("base").model
+    assert (model.max_lora_rank, model.routing_bytes) == (256, ROUTING.token_bytes)
     await eventually(lambda: stack.registry.bases[-1].max_lora_rank == 256)
 
 
