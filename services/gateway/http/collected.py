@@ -10,12 +10,13 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 from loraplex.api.output import (
     Candidate,
+    RoutedExperts,
     TokenLogprob,
     WeightSpan,
-    joined_experts,
     joined_spans,
 )
 from loraplex.errors import ResourceExhausted
@@ -69,7 +70,10 @@ class CollectedChoice:
         self._logprobs = CollectedLogprobs()
         self._logprobs.extend(first.logprobs)
         self._spans: Iterable[WeightSpan] = first.spans
-        self._routed = [first.routed_experts]
+        self._routed: RoutedExperts | None = None
+        """Where the experts begin, without any; None = there are none yet."""
+        self._experts: list[bytes] = []
+        self._add_experts(first.routed_experts)
 
     @property
     def num_deltas(self) -> int:
@@ -84,7 +88,7 @@ class CollectedChoice:
         self._offsets.extend(text_delta.offsets)
         self._logprobs.extend(text_delta.logprobs)
         self._spans = joined_spans((*self._spans, *text_delta.spans))
-        self._routed.append(text_delta.routed_experts)
+        self._add_experts(text_delta.routed_experts)
 
     def sum(self) -> TextDelta:
         """The complete choice as one text delta."""
@@ -98,8 +102,20 @@ class CollectedChoice:
             stop_reason=self._last.stop_reason,
             prompt_logprobs=self._first.prompt_logprobs,
             spans=tuple(self._spans),
-            routed_experts=joined_experts(self._routed),
+            routed_experts=self._all_experts(),
         )
+
+    def _add_experts(self, routed: RoutedExperts | None) -> None:
+        if routed is None:
+            return
+        if self._routed is None:
+            self._routed = replace(routed, experts=b"")
+        self._experts.append(routed.experts)
+
+    def _all_experts(self) -> RoutedExperts | None:
+        if self._routed is None:
+            return None
+        return replace(self._routed, experts=b"".join(self._experts))
 
 
 class CollectedBytes:

@@ -19,6 +19,7 @@ from loraplex_services.common.callers import ALL_SCOPES, LOCAL, Caller
 from loraplex_services.gateway.http import collected
 from loraplex_services.gateway.http.collected import CollectedBytes, CollectedChoice, bytes_of
 from loraplex_services.gateway.request import TextDelta
+from tests.gateway.scripted_worker import experts_of
 
 pytestmark = pytest.mark.hostile
 ACME, GLOBEX = (Caller(tenant, f"{tenant}-key", ALL_SCOPES) for tenant in ("acme", "globex"))
@@ -78,6 +79,7 @@ def test_collected_text_deltas_add_up_to_the_choice() -> None:
             finish_reason=FinishReason.LENGTH if number == 2 else None,
             prompt_logprobs=PackedLogprobs(1) if not number else None,
             spans=(WeightSpan(2 * number, 2, ("a",)),),
+            routed_experts=experts_of(2 * number, 2 * number + 2) if number else None,
         )
         for number in range(3)
     ]
@@ -90,6 +92,7 @@ def test_collected_text_deltas_add_up_to_the_choice() -> None:
     assert (whole.offsets, whole.finish_reason) == ((0, 0, 1, 1, 2, 2), FinishReason.LENGTH)
     assert whole.prompt_logprobs == PackedLogprobs(1)
     assert whole.spans == (WeightSpan(0, 6, ("a",)),)
+    assert whole.routed_experts == experts_of(2, 6)
 
 
 def test_collected_answers_keep_no_objects_for_the_garbage_collector() -> None:
@@ -99,6 +102,9 @@ def test_collected_answers_keep_no_objects_for_the_garbage_collector() -> None:
     gc.collect()
     num_before = len(gc.get_objects())
     for number in range(1000):
-        choice.add(TextDelta(0, "x", (number,), (entry,), (number,), spans=spans))
+        routed = experts_of(number, number + 1)
+        choice.add(
+            TextDelta(0, "x", (number,), (entry,), (number,), spans=spans, routed_experts=routed)
+        )
     gc.collect()
     assert len(gc.get_objects()) < num_before + 500
