@@ -232,8 +232,9 @@ microseconds: in chunks of one byte, each MiB of a body would stop the event loo
 MAX_BODY_S = 60
 """Longest time in seconds for an HTTP body to arrive."""
 MAX_COLLECTED_BYTES = 512 * MIB
-"""Most tokens and logprobs that one gateway holds for answers that are not streamed."""
+"""Most tokens, logprobs and experts that one gateway holds for answers that are not streamed."""
 MAX_COLLECTED_BYTES_PER_TENANT = 256 * MIB
+"""The experts in one answer of a caller without a tenant's key have at most as many bytes, too."""
 MAX_STORED_RESPONSE_BYTES = 128 * MIB
 """Most bytes of JSON of the responses that one gateway keeps for `previous_response_id`, over all
 tenants."""

@@ -19,7 +19,7 @@ from loraplex_services.common.callers import ALL_SCOPES, LOCAL, Caller
 from loraplex_services.gateway.http import collected
 from loraplex_services.gateway.http.collected import CollectedBytes, CollectedChoice, bytes_of
 from loraplex_services.gateway.request import TextDelta
-from tests.gateway.scripted_worker import experts_of
+from tests.gateway.scripted_worker import ROUTING, experts_of
 
 pytestmark = pytest.mark.hostile
 ACME, GLOBEX = (Caller(tenant, f"{tenant}-key", ALL_SCOPES) for tenant in ("acme", "globex"))
@@ -56,9 +56,24 @@ def test_when_all_is_taken_whoever_holds_more_than_an_equal_share_is_refused() -
             acme(DELTA)
 
 
-def test_without_keys_nothing_is_limited() -> None:
-    with CollectedBytes().counted(LOCAL) as note:
-        fill(note, 100)
+def test_without_keys_only_the_experts_of_one_answer_are_limited(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(collected, "MAX_COLLECTED_BYTES_PER_TENANT", 10 * ROUTING.token_bytes)
+    answers = CollectedBytes()
+    for _ in range(2):
+        with answers.counted(LOCAL) as note:
+            fill(note, 100)
+            note(TextDelta(0, routed_experts=experts_of(0, 6)))
+            note(TextDelta(1, routed_experts=experts_of(0, 4)))
+            with pytest.raises(ResourceExhausted, match="experts over gRPC"):
+                note(TextDelta(0, routed_experts=experts_of(6, 7)))
+
+
+def test_experts_count() -> None:
+    experts = experts_of(0, 100)
+    num_bytes = bytes_of(TextDelta(0, routed_experts=experts)) - bytes_of(TextDelta(0))
+    assert num_bytes == 100 * ROUTING.token_bytes
 
 
 def test_logprobs_count() -> None:
