@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import pytest
 
+from loraplex.api.registry import UsageEntry
+from loraplex.api.registry_wire import usage_entry_to_proto
 from loraplex.v1 import registry_pb2
+from loraplex_services.common.limits import DEFAULT, limits_of
 from loraplex_services.gateway.pipeline.label_limits import OTHER
 from loraplex_services.gateway.pipeline.usage import (
     EPHEMERAL,
     MAX_COMBINATIONS,
+    MAX_KEYS,
     MAX_NAMES,
     UsageCounter,
     _counted_as,
@@ -79,3 +83,18 @@ async def test_every_ephemeral_adapter_that_was_used_is_reported_by_name() -> No
     (report,) = received
     assert sorted(report.ephemeral_adapters) == ["acme/once-0", "acme/once-1"]
     assert sorted(entry.model for entry in report.entries) == ["acme/sql", EPHEMERAL]
+
+
+@pytest.mark.hostile
+def test_the_registry_accepts_the_largest_reports() -> None:
+    """A report that is too large would be sent again and again, and no other one."""
+    limits = limits_of("/loraplex.v1.RegistryService/RecordUsage")
+    tenant, most = "t" * 96, 1 << 40
+    name = f"{tenant}/{'n' * 96}"
+    report = registry_pb2.RecordUsageRequest(report_id="r" * 32)
+    for number in range(MAX_KEYS):
+        model = "+".join([name] * (8 if number < 10 * MAX_COMBINATIONS else 1))
+        entry = UsageEntry("2026-11-03", tenant, model, *(most,) * 6)
+        report.entries.append(usage_entry_to_proto(entry))
+        report.ephemeral_adapters.append(name)
+    assert DEFAULT.max_message_bytes < report.ByteSize() < limits.max_message_bytes
