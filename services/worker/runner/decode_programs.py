@@ -31,8 +31,8 @@ Shape = tuple[int, int, bool]
 MAX_ROWS = 64
 """Rows of a step up to which Python takes a share of it that is worth saving."""
 TILE_ROWS, FEW_ROWS = 16, 4
-"""Steps with prompts have a multiple of this many rows: of those that AMX multiplies in the time of
-one, and elsewhere of few."""
+"""Steps with prompts are filled up to a multiple of 16 rows on AMX, which multiplies as many in the
+time of one, and of 4 elsewhere."""
 
 
 class DecodePrograms:
@@ -44,7 +44,7 @@ class DecodePrograms:
         """
         Args:
             compute: the layers in Python.
-            max_rows: the most rows of a step.
+            max_rows: the most rows of a decode step, and of a program.
             is_dense: whether all rows read the same weights. Rows that nothing reads would read
                 other experts' weights, and their routers are given what may not be numbers.
         """

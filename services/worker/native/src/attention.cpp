@@ -3,8 +3,8 @@
 // A task is one sequence, one KV head and a few queries; the G query heads that share the KV head
 // go through each block of keys together. The softmax is kept as a running maximum and sum, block by
 // block from the first visible one, so a query's result depends neither on its neighbours nor on how
-// its prompt was cut into chunks. Blocks begin at multiples of the block length, and hidden positions
-// are skipped, never multiplied by zero: they may hold any bytes.
+// its prompt was cut into chunks. Blocks begin at multiples of the block length. Hidden positions may hold
+// any bytes: their scores are replaced, and their values are skipped, never multiplied by zero.
 #include <cmath>
 
 #include "attention.h"
@@ -93,8 +93,8 @@ inline float largest_lane(Vec a) {
     return lanes[0];
 }
 
-// Turns scores [begin, end) into weights relative to the running maximum; rescales what was summed. Changes
-// scores of the same vectors, which count as minus infinity.
+// Turns scores [begin, end) into weights relative to the running maximum; rescales what was summed. Other scores
+// of the same vectors are changed, too: they count as minus infinity.
 void weigh(const Layout& l, int64_t begin, int64_t end, float* scores, Running& running, float* out,
            int64_t padded_dim) {
     const int64_t first = begin / kLanes * kLanes, last = ceil_div(end, kLanes) * kLanes;

@@ -23,7 +23,7 @@ public:
     static constexpr bool kInDigits = Kind != Code::kFloat8;
     using Rows = typename std::conditional<kInDigits, DigitRows, HalfRows>::type;
 
-    // Up to as many rows more than there are are read.
+    // How many rows after the last may be read.
     static constexpr int64_t kMoreRows = 8;
     static Rows rows_of(const CodedProduct& g, const bf16* x, int64_t ldx) {
         const int64_t num_more = g.num_rows > 2 * kRows ? kMoreRows : 0;

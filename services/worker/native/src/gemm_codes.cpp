@@ -98,7 +98,7 @@ void add_rows(int64_t n, const CodedProduct& g, const Block<Kind>& block, const 
     rows.template add<R>(g, block, row, totals);
 }
 
-// What becomes of the sums of a panel, totals[end - row][32] for rows [row, end): they are stored ...
+// Takes the sums of a panel, totals[end - row][32] for rows [row, end), and stores them.
 struct Outputs {
     const CodedProduct& g;
 
@@ -116,7 +116,7 @@ struct Outputs {
     }
 };
 
-// ... or a thread keeps the best of its panels, rounded as if it were stored.
+// Takes them, too, and keeps only the best of a thread's panels, rounded as `Outputs` stores it.
 class BestOutputs {
 public:
     BestOutputs(const CodedProduct& g, MergedBest& merged) : g_(g), merged_(merged) {
@@ -138,7 +138,7 @@ public:
             for (; row < end; ++row, totals += kPanel) {
                 alignas(64) float values[kPanel];
                 for (int64_t i = 0; i < kPanel; i += kLanes) store(values + i, rounded(load(totals + i), T()));
-                int any = 0;  // is not worse
+                int any = 0;  // of these is not worse
                 for (int64_t i = 0; i < kPanel; ++i) any |= !(values[i] < scores_[row]);
                 if (any) choose(values, row, panel * kPanel);
             }

@@ -29,8 +29,8 @@ public:
     void set(int64_t first, int64_t end) {
         left_.store(uint64_t(first) << kBits | uint64_t(end), std::memory_order_relaxed);
     }
-    // The first task for the share's own thread and the last for another, whose next task is then still the
-    // one that it prefetches; -1 if none is left.
+    // The first task that is left, or the last if another thread than the share's own takes it: what the own thread
+    // prefetches is then still its next task. -1 if none is left.
     int64_t take(bool is_own) {
         uint64_t left = left_.load(std::memory_order_relaxed);
         for (;;) {

@@ -1,5 +1,6 @@
-// One vector of floats: 8 lanes with AVX2, 8 in two registers with NEON, 16 with AVX-512. Half types widen on load and round to nearest even on store. Float8 widens to 2^-8 of its value: as
-// half precision, it has the same sign, one bit more of the exponent, and seven more of the mantissa.
+// One vector of floats: 8 lanes with AVX2, 8 in two registers with NEON, 16 with AVX-512. Half types widen on load and
+// round to nearest even on store. Float8 widens to 2^-8 of its value: as half precision, it has the same sign, one bit
+// more of the exponent, and seven more of the mantissa.
 #pragma once
 #if defined(__AVX2__)
 #include <immintrin.h>
