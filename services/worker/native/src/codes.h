@@ -80,26 +80,27 @@ struct Block {
     }
 };
 
-// Prefetches what follows a quad in memory some time later.
-#if defined(__AMX_INT8__)
-// Too few requests of the first-level cache can be under way to hide the memory's latency, so the second-level
-// cache reads further ahead. Float8 takes long to widen, and more prefetches only slow it down.
+// How far ahead of its use the second-level cache reads.
 constexpr int64_t kFarBytes = 8192;
-template <Code Kind>
-inline void prefetch_after(const uint8_t* quad) {
-    for (int64_t i = 0; i < kPanel * kQuad * bits_of(Kind) / 8; i += 64) {
-        __builtin_prefetch(quad + i + (Kind == Code::kFloat8 ? 2048 : 1024), 0, 3);
-        if (Kind != Code::kFloat8) __builtin_prefetch(quad + i + kFarBytes, 0, 2);
-    }
-}
+#if defined(__AMX_INT8__)
+constexpr bool kHasCodeTiles = true;
 #else
-template <Code Kind>
-inline void prefetch_after(const uint8_t* quad) {
+constexpr bool kHasCodeTiles = false;
+#endif
+
+// Prefetches what follows a quad in memory some time later. On Intel's processors, too few requests of the first-level
+// cache can be under way to hide the memory's latency, so the second-level cache reads further ahead. Float8 takes long
+// to widen, and more prefetches only slow it down. Always inlined: the compiler drops calls of a function that does nothing
+// but prefetch.
+template <Code Kind, bool kIsIntel = kHasCodeTiles>
+[[gnu::always_inline]] inline void prefetch_after(const uint8_t* quad) {
+    constexpr bool kTwice = kIsIntel && Kind != Code::kFloat8;
+    constexpr int64_t kNearBytes = kTwice ? 1024 : kIsIntel ? 2048 : 8192;
     for (int64_t i = 0; i < kPanel * kQuad * bits_of(Kind) / 8; i += 64) {
-        __builtin_prefetch(quad + i + 8192, 0, 3);
+        __builtin_prefetch(quad + i + kNearBytes, 0, 3);
+        if (kTwice) __builtin_prefetch(quad + i + kFarBytes, 0, 2);
     }
 }
-#endif
 
 // The lower or the upper bytes of 16-bit words.
 #if defined(__AVX512F__)

@@ -85,7 +85,8 @@ struct DigitRows {
         const int64_t num_quads = ceil_div(block.num_inputs, kQuad);
         for (int64_t quad = 0; quad < num_quads; ++quad) {
             const uint8_t* from = block.codes + quad * block.kQuadBytes;
-            prefetch_after<Kind>(from);
+            // AMD's processors multiply pairs of four-bit codes instead.
+            prefetch_after<Kind, kHasCodeTiles || Kind == Code::kInt4>(from);
             __m512i codes[2];
             if constexpr (Kind == Code::kInt8) {
                 codes[0] = _mm512_loadu_si512(from);
