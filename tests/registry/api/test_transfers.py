@@ -93,7 +93,8 @@ async def test_an_upload_ends_though_the_index_is_lost_between_its_first_and_las
     assert done.version.version == 2
 
 
-async def test_a_chunk_that_was_damaged_on_the_way_is_not_stored(served: ServedRegistry) -> None:
+async def _damaged_part(served: ServedRegistry) -> pb.UploadPartRequest:
+    """A chunk of a new upload whose bytes do not match its checksum."""
     files = adapter_files(1)
     request = pb.CreateUploadRequest(options=pb.PublishOptions(name="sql"))
     for path, data in files.items():
@@ -101,19 +102,20 @@ async def test_a_chunk_that_was_damaged_on_the_way_is_not_stored(served: ServedR
     session = await served.client._stub.CreateUpload(request)
     part = _part(session.upload_id, CONFIG, 0, files[CONFIG])
     part.crc32 ^= 1
+    return part
+
+
+async def test_a_chunk_that_was_damaged_on_the_way_is_not_stored(served: ServedRegistry) -> None:
+    part = await _damaged_part(served)
     with pytest.raises(DataLoss, match="crc32"):
         await served.client._channel.call(served.client._stub.UploadPart, iter([part]))
+    state = await served.client._stub.GetUpload(pb.GetUploadRequest(upload_id=part.upload_id))
+    assert {p.path: p.committed_bytes for p in state.progress}[CONFIG] == 0
 
 
 async def test_calls_with_damaged_chunks_do_not_count_as_open(served: ServedRegistry) -> None:
     """Also before Python looks for cycles of garbage."""
-    files = adapter_files(1)
-    request = pb.CreateUploadRequest(options=pb.PublishOptions(name="sql"))
-    for path, data in files.items():
-        request.files.add(path=path, size=len(data), sha256=_sha256(data))
-    session = await served.client._stub.CreateUpload(request)
-    part = _part(session.upload_id, CONFIG, 0, files[CONFIG])
-    part.crc32 ^= 1
+    part = await _damaged_part(served)
     gc.disable()
     try:
         for _ in range(MAX_STREAMS_PER_CONNECTION + 10):
