@@ -42,9 +42,11 @@ install_llama_cpp() {
     tar -xzf "$root"/llama.cpp/llama_cpp_python-*.tar.gz --strip-components 3 \
         -C "$root/llama.cpp/source" --wildcards '*/vendor/llama.cpp/*'
     PATH=$root/llama.cpp/bin:$PATH
+    # GCC 12 deletes most of a tile configuration as dead stores, and the server then crashes at its
+    # first product on a processor with AMX. (Its ldtilecfg names only 8 of the 64 bytes as read.)
     cmake -G Ninja -S "$root/llama.cpp/source" -B "$root/llama.cpp/build" \
         -DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=ON -DLLAMA_CURL=OFF -DLLAMA_BUILD_TESTS=OFF \
-        -DLLAMA_BUILD_EXAMPLES=OFF >"$root/llama.cpp/build.log"
+        -DLLAMA_BUILD_EXAMPLES=OFF "-DCMAKE_CXX_FLAGS=-fno-dse -fno-tree-dse" >"$root/llama.cpp/build.log"
     cmake --build "$root/llama.cpp/build" --target llama-server llama-quantize >>"$root/llama.cpp/build.log"
     # The converters' needs; its own wheel of gguf lags behind the sources.
     "$pip" install --quiet "torch==2.13.0+cpu" transformers==5.23.0 "$root/llama.cpp/source/gguf-py"
