@@ -4,13 +4,15 @@ while a request waits. They read one block of the arena, whatever it contains, a
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from loraplex_services.worker.arena_buffer import KvBuffer
 from loraplex_services.worker.cache.state_layout import StateLayout
 from loraplex_services.worker.layers.forward_batch import ForwardBatch
 from loraplex_services.worker.model.decoder import Decoder
-from loraplex_services.worker.ops.attention.backend import AttentionMaker
+from loraplex_services.worker.ops.attention.backend import AUTO, AttentionMaker
 from loraplex_services.worker.ops.linear import triton as linear
 from loraplex_services.worker.ops.lora.long_runs import make_long_work
 from loraplex_services.worker.ops.lora.plan import TILE_ROWS
@@ -50,6 +52,11 @@ def warm_up(
         rows = hidden[: linear.MOST.block_rows]
         logits = model.logits(rows, LoraBatch((), {}, None, lora.tables))
         warm_up_sampling(logits[:1])
+    if attention.kv_cache_dtype != AUTO:
+        # Keys of a pass without a cache are no codes, and other kernels read them.
+        for num_rows in (1, max_num_tokens):
+            idle = idle_batch(model, kv, lora, attention, sites, num_rows, states)
+            model.forward(replace(idle, attention=attention.pass_metadata(idle.positions)))
     num_runs = MIN_RUNS
     while num_runs < max_num_tokens // TILE_ROWS + MIN_RUNS:
         num_runs *= 2

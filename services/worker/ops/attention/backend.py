@@ -265,6 +265,23 @@ class AttentionMaker:
         )
         return metadata.create_cuda_graph_metadata(inputs)
 
+    def pass_metadata(self, positions: Tensor) -> AttentionMetadata:
+        """Metadata of a pass without a cache, of one context."""
+        size = len(positions)
+        metadata = self.metadata(
+            num_contexts=1,
+            num_generations=0,
+            num_tokens=size,
+            num_ctx_tokens=size,
+            seq_lens=torch.tensor([size]),
+            kv_cache_params=KvCacheParams(use_cache=False),
+            position_ids=positions,
+            max_num_requests=1,
+            max_num_tokens=size,
+        )
+        metadata.prepare()
+        return metadata
+
     def idle_metadata(self, cache: KvBuffer, positions: Tensor) -> AttentionMetadata:
         """Metadata of a step that leaves the cache as it is: a context of all `positions` but the
         last, if there are several, and a generation. Contexts may read the arena's first block,

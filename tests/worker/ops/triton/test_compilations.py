@@ -7,6 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
+from loraplex.api.pooling import Pooling
 from loraplex.api.sampling import SamplingParams
 from loraplex_services.worker.runner.building import build_runner
 from loraplex_services.worker.types.request import Request
@@ -75,7 +76,7 @@ def test_a_compilation_is_counted_once():
 class Steps:
     """A runner with one adapter of every rank, and its free blocks."""
 
-    def __init__(self, root, dtype, quantization):
+    def __init__(self, root, dtype, quantization, kept):
         base = write_base(root / "base", max_position_embeddings=4096)
         self.runner = build_runner(
             base,
@@ -89,6 +90,7 @@ class Steps:
             max_num_seqs=320,
             attention_backend="triton",
             quantization=quantization,
+            kv_cache_dtype=kept,
         )
         self._rng = random.Random(0)
         self._free = list(range(self.runner.arena_blocks))
@@ -134,6 +136,12 @@ class Steps:
         requests = [self.request(n, 0, s) for n, s in zip(lengths, sampling, strict=True)]
         self.step([(request, self.slots()) for request in requests])
 
+    def pools(self, length):
+        """One step of a prompt whose keys and values are not kept."""
+        request = Request("pooled", [7] * length, SamplingParams(max_tokens=1, seed=3))
+        request.pooling = Pooling.LAST
+        self.step([(request, self.slots())])
+
     def decodes(self, count, context, prompt=0):
         """One step of `count` requests that decode, alongside a prompt where one is asked for."""
         rows = []
@@ -148,16 +156,24 @@ class Steps:
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
-    ("dtype", "quantization"),
-    [("bfloat16", "none"), ("float32", "none"), ("bfloat16", "fp8"), ("bfloat16", "int4")],
+    ("dtype", "quantization", "kept"),
+    [
+        ("bfloat16", "none", "auto"),
+        ("bfloat16", "none", "fp8"),
+        ("bfloat16", "fp8", "auto"),
+        ("bfloat16", "int4", "int8"),
+        ("float32", "none", "auto"),
+    ],
 )
-def test_no_step_compiles_anything_after_the_start(dtype, quantization, tmp_path):
-    steps = Steps(tmp_path, dtype, quantization)
+def test_no_step_compiles_anything_after_the_start(dtype, quantization, kept, tmp_path):
+    steps = Steps(tmp_path, dtype, quantization, kept)
     with counted_compilations() as names:
         for length in (*LENGTHS, *LONG):
             steps.prompts([length])
         for lengths in ([300, 1, 17], [512] * 4, [5] * 40, [1024, 1023], [2, 2046]):
             steps.prompts(lengths)
+        for length in (1, 40, 2048):
+            steps.pools(length)
         for count, context in (
             (1, 3),
             (2, 40),

@@ -11,6 +11,7 @@ from loraplex.api.sampling import SamplingParams
 from loraplex.errors import Unsupported
 from loraplex_services.worker.adapters.device.copy_events import CopyEvents, StallTimer
 from loraplex_services.worker.adapters.device.loader import CopiedImage
+from loraplex_services.worker.ops.attention import triton as attention
 from loraplex_services.worker.runner import building
 from loraplex_services.worker.runner.allocation import kv_buffer
 from loraplex_services.worker.runner.backends import choose_operators
@@ -19,7 +20,7 @@ from loraplex_services.worker.runner.cuda_graphs import forward_static
 from loraplex_services.worker.runner.gpu_path import site_masks
 from loraplex_services.worker.runner.graph_inputs import DECODE
 from loraplex_services.worker.runner.profiling import run_largest_step
-from loraplex_services.worker.runner.warm_up import idle_batch
+from loraplex_services.worker.runner.warm_up import idle_batch, warm_up
 from loraplex_services.worker.types.extents import extent_sizes
 from loraplex_services.worker.types.request import Request
 from loraplex_services.worker.types.runner_settings import RunnerSettings
@@ -251,6 +252,22 @@ def test_a_warm_up_leaves_the_arena_as_it_is(kernel_runner):
         hidden = model.forward(idle_batch(model, kv, gpu.lora, gpu._attention, sites, 6))
     assert hidden.shape[0] == 6
     assert runner.arena.data.equal(before)
+
+
+def test_a_warm_up_launches_attention_of_passes_without_a_cache_of_codes(
+    folders, device, monkeypatch
+):
+    runner, _ = make_runner(folders, device, "triton", "fp8")
+    gpu, kv, launch = runner._batches.gpu, runner._batches.kv, attention.attend_contexts
+    dtypes = set()
+
+    def noted(out, q, planes, *others, **options):
+        dtypes.add(planes[0].dtype)
+        launch(out, q, planes, *others, **options)
+
+    monkeypatch.setattr(attention, "attend_contexts", noted)
+    warm_up(runner._model, kv, gpu.lora, gpu._attention, gpu._masks[-1], 3)
+    assert dtypes == {torch.float8_e4m3fn, torch.float32}
 
 
 def test_a_warm_up_of_more_rows_than_the_context_stays_within_it(kernel_runner, monkeypatch):
