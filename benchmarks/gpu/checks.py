@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import Tensor
 
 from benchmarks.gpu.bench_runner import BenchRunner
+from loraplex_services.worker.ops.linear.torch import BaseLinear
 from loraplex_services.worker.ops.lora import torch as portable
 from loraplex_services.worker.ops.lora.worklist import LoraBatch
 from loraplex_services.worker.types.step_plan import StepPlan
@@ -36,8 +39,9 @@ def compare(found: Tensor, expected: Tensor, what: str) -> None:
 def check_step(bench: BenchRunner, plan: StepPlan) -> None:
     """Compare what a case is about to time with slower ways to compute the same.
 
-    A step that a graph computes is compared with the same kernels without the graph, and the
-    adapters of the step, at the sites of the first and the last layer, with plain torch.
+    A step that a graph computes is compared with the same kernels without the graph. At the sites
+    of the first and the last layer, base products with the updates of the step's adapters are
+    compared with base products and updates in plain torch.
 
     Raises:
         WrongResult: they differ by more than rounding.
@@ -53,19 +57,19 @@ def check_step(bench: BenchRunner, plan: StepPlan) -> None:
         compare(gpu.replay(graph, step, before), eager, "a graph and the same step without it")
     if not runs:
         return
-    lora = gpu.lora_batch(runs, plan.num_tokens)
-    sites = bench.runner.layout.sites.sites
+    lora = gpu.lora_batch(runs, plan.num_tokens, step.is_decode)
+    sites, linears = bench.runner.layout.sites.sites, bench.runner._model.site_weights.linears
     touched = [sites[site_id] for site_id in sorted(gpu.lora.sites_of(runs))]
     layers = {site.layer for site in touched}
     for site in touched:
         if site.layer not in (min(layers), max(layers)):
             continue
+        base = cast(BaseLinear, linears[site.id])  # one rank has all rows of a weight
         x = _random(bench, plan.num_tokens, site.in_features)
-        y = _random(bench, plan.num_tokens, site.out_features)
-        expected = y.clone()
-        gpu.lora.add_lora(y, x, site.id, lora)
+        expected = base.apply(x)
         portable.add_lora(expected, x, site.id, LoraBatch(runs, lora.table))
-        compare(y, expected, f"the adapters at site {site.id} and plain torch")
+        found = gpu.lora.product(base, x, site.id, lora)
+        compare(found, expected, f"the product with adapters at site {site.id} and plain torch")
 
 
 def _random(bench: BenchRunner, num_rows: int, width: int) -> Tensor:

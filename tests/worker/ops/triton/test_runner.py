@@ -2,16 +2,19 @@
 
 import dataclasses
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.gpu.checks import WrongResult, check_step
 from loraplex.api.sampling import SamplingParams
 from loraplex.errors import Unsupported
 from loraplex_services.worker.adapters.device.copy_events import CopyEvents, StallTimer
 from loraplex_services.worker.adapters.device.loader import CopiedImage
 from loraplex_services.worker.ops.attention import triton as attention
+from loraplex_services.worker.ops.lora import triton as fast
 from loraplex_services.worker.runner import building
 from loraplex_services.worker.runner.allocation import kv_buffer
 from loraplex_services.worker.runner.backends import choose_operators
@@ -240,6 +243,18 @@ def test_an_adapter_that_leaves_while_it_lands_is_waited_for(folders, kernel_run
     assert not copy_events.is_done
     runner.unload_adapter(3)
     assert copy_events.is_done
+
+
+def test_benchmarks_notice_updates_that_are_missing(kernel_runner, device, monkeypatch):
+    runner, free = kernel_runner
+    requests = new_requests(free, len(runner.kv_group_windows))
+    run_step(runner, requests)
+    bench = SimpleNamespace(runner=runner, device=device, itemsize=4)
+    plan = plan_of(requests)
+    check_step(bench, plan)
+    monkeypatch.setattr(fast, "_expand", lambda *_: None)
+    with pytest.raises(WrongResult, match="the product with adapters at site"):
+        check_step(bench, plan)
 
 
 def test_a_warm_up_leaves_the_arena_as_it_is(kernel_runner):
