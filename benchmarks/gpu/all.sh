@@ -3,12 +3,15 @@
 #
 #     benchmarks/gpu/all.sh [--dry-run] 1|2|3|parity [OUT_DIR]
 #
-# Part 1: the kernels' tests, decode steps of an 8B model (uneven contexts and the tax on the base among
-# them), one cold load, and an engine (overlap, first tokens, thousands of adapters).
-# Part 2: operators compared with those of other engines, prefill, and where a step's time goes, with four
-# tokens a row as speculation verifies them.
-# Part 3: sampling, mixtures of experts and attention alone; quantised bases; the demo, if the libraries of the
-# servers are installed; some of the parity suite.
+# What is wanted most comes first, in each part and in each benchmark.
+#
+# Part 1: kernels' tests of what has not passed on a GPU yet, decode steps of an 8B model, an engine (overlap,
+# first tokens, thousands of adapters), decode steps with another library for base products, and one load.
+# Part 2: prompts, the low-rank update compared with that of other engines, and where a step's time goes, with
+# four tokens a row as speculation verifies them.
+# Part 3: the parity suite; whether kernels are compiled after the start; sampling, mixtures of experts and
+# attention alone; rows alone and among others. In what time is left: all kernels' tests, quantised bases, and
+# the demo if the libraries of the servers are installed.
 # `parity` runs the parity suite and writes its table, compares rows alone and among others, and times a
 # whole stack; it needs half an hour on 16 cores.
 # Results go to OUT_DIR, else to the folder that the environment names with OUT, else to
@@ -27,13 +30,14 @@
 set -u
 cd "$(dirname "$0")/../.." || exit 99
 PYTHON="${PYTHON:-python3}"
-ON="--device cuda"
-KERNELS=""
+DEVICE="--device cuda"
+TINY=""
+INTERPRET=""
 PART_S=530
 SLACK=1
 if [ "${1:-}" = --dry-run ]; then
     shift
-    SLACK=20 PART_S=7200 ON="--device cpu --tiny" KERNELS="env TRITON_INTERPRET=1"
+    SLACK=20 PART_S=7200 DEVICE="--device cpu" TINY="--tiny" INTERPRET="env TRITON_INTERPRET=1"
 fi
 PART="${1:-}"
 OUT="${2:-${OUT:-benchmarks/results}}"
@@ -64,66 +68,68 @@ has() { "$PYTHON" -c "import $1" 2>/dev/null; }
 BY_BASE=""
 has xdist && BY_BASE="--dist loadscope"
 
-# tests LIMIT_S FOLDER...: in parallel, each test limited, a line and a junit file for each.
+# tests NAME LIMIT_S FOLDER...: in parallel, each test limited, a line for each; then the results of all.
 tests() {
-    limit_s=$1
-    shift
+    name=$1 limit_s=$2
+    shift 2
     if ! has pytest; then
         echo "== no pytest: the tests do not run"
         return
     fi
     options="-c benchmarks/gpu/pytest.ini --rootdir . --confcutdir tests/worker -q -p no:cacheprovider"
-    has xdist && options="$options -n ${TEST_PROCESSES:-8}"
+    options="$options --continue-on-collection-errors --durations 15 -rfE"
+    has xdist && options="$options -n ${TEST_PROCESSES:-$(($(nproc) * 7 / 8))}"
     has pytest_timeout && options="$options --timeout 150"
-    step "$limit_s" $KERNELS "$PYTHON" -m pytest $options --durations 15 -rfE \
-        --junitxml "$OUT/tests-$PART.xml" "$@"
+    step "$limit_s" ${TEST_ENV:-} "$PYTHON" -m pytest $options --junitxml "$OUT/tests-$name.xml" "$@"
+    step 20 "$PYTHON" -m benchmarks.gpu.verdict $DEVICE --out "$OUT" "$OUT"/tests-*.xml
 }
 
-gpu() { step "$1" $KERNELS "$PYTHON" -m "benchmarks.gpu.$2" $ON --out "$OUT" $3; }
+gpu() { step "$1" "$PYTHON" -m "benchmarks.gpu.$2" $DEVICE $TINY --out "$OUT" $3; }
+operators() { step "$1" $INTERPRET "$PYTHON" -m "benchmarks.gpu.$2" $DEVICE $TINY --out "$OUT" $3; }
 
+kernels=tests/worker/ops/triton
 case "$PART" in
 1)
-    if [ "$KERNELS" ]; then
-        TEST_PROCESSES=2 tests 60 tests/worker/ops/triton/test_fused.py
+    if [ "$TINY" ]; then
+        TEST_ENV=$INTERPRET TEST_PROCESSES=2
+        tests new 60 $kernels/test_fused.py
     else
         step 10 nvidia-smi
-        tests 200 tests/worker/ops/triton
+        tests new 90 $(printf "$kernels/test_%s.py " long_runs coded_linear fused contract lora runner)
     fi
-    KERNELS=""
     gpu 170 gpu_decode ""
-    gpu 40 cold_load ""
     gpu 110 gpu_engine ""
+    # torch reads this variable. On an H200, products of 64 rows are faster with it; others are not known.
+    step 70 env TORCH_BLAS_PREFER_CUBLASLT=1 \
+        "$PYTHON" -m benchmarks.gpu.gpu_decode $DEVICE $TINY --out "$OUT/cublaslt"
+    gpu 40 cold_load ""
     ;;
 2)
-    gpu 300 gpu_lora_ops "$PEERS"
-    KERNELS=""
-    gpu 100 prefill ""
+    gpu 130 prefill ""
+    operators 260 gpu_lora_ops "$PEERS"
     gpu 100 profile_step "--cases decode.64,.base|verify"
     ;;
 3)
-    gpu 60 sampling_moe ""
-    gpu 75 attention_ops ""
-    device=cuda
-    [ "$KERNELS" ] && device=cpu
-    KERNELS=""
-    gpu 150 quantised ""
-    files="test_parity test_recurrent_bases test_gemma4 test_heads"
-    [ $device = cpu ] && files=test_own_eos TEST_PROCESSES=2
+    files="gemma4 heads own_rope quantised gguf bfloat16 recurrent_bases parity runner merged_base unusual"
+    files="$files demo_adapters routed_experts published_layouts trainer_folders"
+    [ "$TINY" ] && files=own_eos TEST_PROCESSES=2
+    tests parity 130 $(printf 'tests/worker/parity/test_%s.py ' $files) $BY_BASE -m "not long" $DEVICE
+    [ "$TINY" ] || tests compilations 160 $kernels/test_compilations.py  # one test for each process
+    operators 50 sampling_moe ""
+    operators 70 attention_ops ""
+    gpu 60 row_bits "--cases ^wide|^llama --requests 24 --processes 4"
+    [ "$TINY" ] || tests kernels 110 $kernels -m "not long" --deselect $kernels/test_compilations.py
+    gpu 130 quantised ""
     # A whole stack with trained adapters, where the libraries of the servers are.
     has grpc_health && has starlette && step 90 "$PYTHON" -m demo.run
-    tests 300 $(printf 'tests/worker/parity/%s.py ' $files) $BY_BASE -m "not long" --device $device
     ;;
 parity)
     PART_S=7200
-    device=cuda
-    [ "$KERNELS" ] && device=cpu
-    KERNELS=""
-    tests 3600 tests/worker/parity $BY_BASE -m "not long" --device $device
-    step 60 "$PYTHON" -m benchmarks.gpu.verdict --device $device --out "$OUT" "$OUT/tests-parity.xml"
+    tests parity 3600 tests/worker/parity $BY_BASE -m "not long" $DEVICE
     gpu 600 row_bits ""
     has grpc_health && has starlette && gpu 200 gpu_stack ""
-    step 3600 "$PYTHON" -m tests.worker.parity.write_table --device $device --out "$OUT/parity.md" \
-        $([ $device = cpu ] && echo llama)
+    step 3600 "$PYTHON" -m tests.worker.parity.write_table $DEVICE --out "$OUT/parity.md" \
+        $([ "$TINY" ] && echo llama)
     ;;
 *)
     echo "usage: benchmarks/gpu/all.sh [--dry-run] 1|2|3|parity [OUT_DIR]" >&2

@@ -6,10 +6,10 @@ Random weights, a context of 1k, one token a step, graphs on; adapters are disti
 arena. `step_ms` is one engine step with sampling, host included; `gpu_ms` the captured part alone.
 Every case is compared with a reference before it is timed (see `checks`).
 
-Two more tables follow. `contexts` holds the base with sequences of uneven lengths compared with
-even ones that have as many tokens together: the floor of both is the same, so their times should
-be. `base_only` holds the base in an engine with room for adapters, with 64 of them resident, over
-an engine with room for one and none resident.
+Two more tables follow. `contexts` holds the base with sequences of
+uneven lengths compared with even ones that have as many tokens together: the floor of both is the
+same, so their times should be. `base_only` holds the base in an engine with room for adapters, with
+64 of them resident, over an engine with room for one and none resident.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ class Case:
 
 
 CASES = (
-    Case(64, 64, 16, ATTENTION),
     Case(64, 64, 16, ALL_SEVEN),
-    Case(64, 1, 16, ATTENTION),
     Case(64, 4, 16, ALL_SEVEN),
+    Case(64, 64, 16, ATTENTION),
+    Case(64, 1, 16, ATTENTION),
     Case(1, 1, 16, ALL_SEVEN),
-    *(Case(size, 1, 16, ATTENTION) for size in (1, 8)),
     Case(8, 4, 16, ALL_SEVEN),
+    *(Case(size, 1, 16, ATTENTION) for size in (1, 8)),
     *(Case(size, size, 16, targets) for size in (8, 32) for targets in (ATTENTION, ALL_SEVEN)),
     *(Case(64, 64, rank, ATTENTION) for rank in (8, 64, 128)),
     Case(64, 64, 64, ALL_SEVEN),
@@ -67,7 +67,6 @@ UNEVEN = {
 }
 TINY_UNEVEN = {"4 to 48": [4, 20, 48]}
 """Context of every sequence."""
-BASE_ONLY_BATCHES = (1, 64)
 
 MAX_HOST_STEPS = 50
 """Steps timed with the host included; the GPU alone is timed for all of `--steps`."""
@@ -80,9 +79,6 @@ def main() -> int:
     facts = {"shape": shape.name, "context": args.context, "steps": args.steps}
     results = Results(f"gpu_decode_{shape.name}", args, **facts)
     with tempfile.TemporaryDirectory() as scratch:
-        bare: dict[int, dict[str, float]] = {}
-        with results.setting("an engine without adapters"):
-            bare = base_times(shape, Path(scratch), args)
         contexts = TINY_UNEVEN if args.tiny else UNEVEN
         longest = 2 * max(max(lens) for lens in contexts.values())
         bench = BenchRunner(shape, Path(scratch), args, max_num_tokens=2048, max_model_len=longest)
@@ -90,21 +86,31 @@ def main() -> int:
         bandwidth = common.copy_bytes_per_s(bench.device, copy_bytes)
         results.note(copy_bytes_per_s=bandwidth)
         bases: dict[int, dict[str, float]] = {}
-        cases = TINY_CASES if args.tiny else CASES
-        for case in cases:
+        for case in TINY_CASES if args.tiny else CASES:
             with results.setting(str(case)):
                 results.add("rows", run_case(bench, case, bases, bandwidth, args))
-            if case is cases[0]:
-                compare_base_only(bench, bare, results, args)
-                compare_contexts(bench, contexts, bandwidth, results, args)
+        compare_contexts(bench, contexts, bandwidth, results, args)
+        with results.setting("base only"):
+            crowded = crowded_base_times(bench, args)
+            del bench
+            free_memory(args)
+            compare_base_only(crowded, base_times(shape, Path(scratch), args), results)
     return results.end()
+
+
+def free_memory(args: argparse.Namespace) -> None:
+    """Give back the memory of a runner that nothing refers to."""
+    gc.unfreeze()  # a runner freezes what it is made of
+    gc.collect()
+    if args.device == "cuda":
+        torch.cuda.empty_cache()
 
 
 def base_times(
     shape: Shape, scratch: Path, args: argparse.Namespace
 ) -> dict[int, dict[str, float]]:
     """Milliseconds of a base step by batch size, in an engine with room for one small adapter."""
-    sizes = BASE_ONLY_BATCHES[:1] if args.tiny else BASE_ONLY_BATCHES
+    sizes = base_only_batches(args)
     num_bytes = shape.kv_bytes(2 * max(sizes) * args.context, 2) + (64 << 20)
     options = argparse.Namespace(**{**vars(args), "arena_bytes": args.arena_bytes or num_bytes})
     bench = BenchRunner(shape, scratch / "bare", options, max_num_tokens=2048, max_resident=1)
@@ -112,31 +118,35 @@ def base_times(
     for size in sizes:
         bench.clear()
         times[size] = measure(bench, spread(size, 0), args)
-    del bench
-    gc.unfreeze()  # a runner freezes what it is made of
-    gc.collect()
-    if args.device == "cuda":
-        torch.cuda.empty_cache()
     return times
 
 
+def crowded_base_times(bench: BenchRunner, args: argparse.Namespace) -> dict[int, dict[str, float]]:
+    """Milliseconds of a base step by batch size, where adapters are resident that nobody uses."""
+    times = {}
+    for size in base_only_batches(args):
+        bench.clear()
+        bench.load([16] * (2 if args.tiny else 64), ATTENTION)
+        times[size] = measure(bench, spread(size, 0), args)
+    return times
+
+
+def base_only_batches(args: argparse.Namespace) -> tuple[int, ...]:
+    """Rows of the steps that compare bases."""
+    return (1,) if args.tiny else (1, 64)
+
+
 def compare_base_only(
-    bench: BenchRunner,
-    bare: dict[int, dict[str, float]],
-    results: Results,
-    args: argparse.Namespace,
+    crowded: dict[int, dict[str, float]], bare: dict[int, dict[str, float]], results: Results
 ) -> None:
     """What room for adapters, and adapters that nobody uses, cost the base."""
     for size, alone in bare.items():
-        with results.setting(f"base only, {size} rows"):
-            bench.clear()
-            bench.load([16] * (2 if args.tiny else 64), ATTENTION)
-            times = measure(bench, spread(size, 0), args)
-            best = "gpu_ms" if "gpu_ms" in times else "step_ms"
-            row = {"batch": size, **times, **{f"bare_{name}": ms for name, ms in alone.items()}}
-            row["over_bare"] = times[best] / alone[best]
-            row["over_bare_with_host"] = times["step_ms"] / alone["step_ms"]
-            results.add("base_only", row)
+        times = crowded[size]
+        best = "gpu_ms" if "gpu_ms" in times else "step_ms"
+        row = {"batch": size, **times, **{f"bare_{name}": ms for name, ms in alone.items()}}
+        row["over_bare"] = times[best] / alone[best]
+        row["over_bare_with_host"] = times["step_ms"] / alone["step_ms"]
+        results.add("base_only", row)
 
 
 def compare_contexts(

@@ -66,7 +66,7 @@ SITES = (
     OpSite("down", 14336, (4096,)),
 )
 TINY_SITES = (OpSite("tiny", 64, (32, 16)),)
-BATCHES = (1, 8, 32, 64, 256)
+BATCHES = (64, 1, 8, 256, 32)
 
 
 class OpBench:
@@ -209,8 +209,8 @@ def main() -> int:
     bandwidth = common.copy_bytes_per_s(device, 1 << 20 if args.tiny else common.COPY_BYTES)
     facts = {"copy_bytes_per_s": bandwidth, "peers": peer_revisions(args)}
     results = Results("gpu_lora_ops", args, **facts)
-    for site in TINY_SITES if args.tiny else SITES:
-        for mix, num_rows, ranks in mixes(args.tiny):
+    for mix, num_rows, ranks in mixes(args.tiny):
+        for site in TINY_SITES if args.tiny else SITES:
             with results.setting(f"{site.name}, {mix}, {num_rows} rows"):
                 row = measure(site, mix, num_rows, ranks, device, bandwidth, args)
                 results.add("rows", row)
@@ -223,7 +223,7 @@ def mixes(tiny: bool) -> Iterator[tuple[str, int, list[int]]]:
         yield "distinct", 2, [16, 16]
         yield "distinct-int8", 2, [16, 16]
         return
-    for num_rows in BATCHES:
+    for num_rows in BATCHES:  # a run may be cut short
         yield "distinct", num_rows, [16] * min(num_rows, 64)
         if num_rows > 1:
             yield "identical", num_rows, [16]

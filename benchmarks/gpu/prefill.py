@@ -36,16 +36,16 @@ class Case:
 
 
 CASES = (
-    Case(1, 512, 1, 16, ATTENTION),
-    Case(1, 2048, 1, 16, ATTENTION),
     Case(1, 2048, 1, 16, ALL_SEVEN),
-    Case(8, 512, 8, 16, ALL_SEVEN),
-    Case(1, 512, 33, 16, ALL_SEVEN, num_generations=32),
-    Case(1, 8192, 1, 16, ALL_SEVEN),
+    Case(1, 2048, 1, 64, ALL_SEVEN),
+    Case(1, 2048, 1, 16, ATTENTION),
     Case(32, 256, 32, 16, ALL_SEVEN),
     Case(256, 32, 256, 16, ATTENTION),
+    Case(1, 512, 33, 16, ALL_SEVEN, num_generations=32),
+    Case(8, 512, 8, 16, ALL_SEVEN),
+    Case(1, 512, 1, 16, ATTENTION),
+    Case(1, 8192, 1, 16, ALL_SEVEN),
     Case(1, 32768, 1, 16, ALL_SEVEN),
-    Case(1, 2048, 1, 64, ALL_SEVEN),
 )
 """The most important cases come first, because a run may be cut short."""
 LONG_REPETITIONS = 3

@@ -47,7 +47,8 @@ class Case:
     targets: tuple[str, ...] = ALL_SEVEN
     prompt_lens: tuple[int, ...] = ()
     query_tokens: int = 1
-    """Tokens of each generation: more than 1 as speculation verifies them, without a graph."""
+    """Tokens of each generation: more than 1 as speculation verifies them, in a step that a graph
+    for prompts computes."""
 
 
 CASES = (

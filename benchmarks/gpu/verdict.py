@@ -2,9 +2,10 @@
 
     python -m benchmarks.gpu.verdict [--device cpu] [--out DIR] JUNIT.xml...
 
-For each test file: how many tests passed, failed and were skipped. After an error of the device,
-all further tests of a process fail, whatever they test: `device_error` counts them apart. Failures
-are listed with the first line of their message, and skipped tests with their reason.
+For each test file: how many tests passed, failed and were skipped. `device_error` counts tests that
+failed with an error of the device apart, because without pytest-xdist, all further tests of the
+process then fail as well, whatever they test. Failures are listed with the first line of their
+message, and skipped tests with their reason.
 """
 
 from __future__ import annotations
@@ -29,16 +30,23 @@ def main() -> int:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
-    facts = summary([case for file in args.files for case in cases_of(file)])
+    facts = summary(cases_of(*args.files))
     print_table(facts["files"])
     print(write_results("tests", torch.device(args.device), facts, args.out))
     return int(facts["failed"] + facts["device_error"])
 
 
-def cases_of(file: Path) -> list[ElementTree.Element]:
-    """The tests in a file of pytest's."""
-    cases = ElementTree.parse(file).getroot().iter("testcase")
-    return [case for case in cases if case.get("classname")]  # others were interrupted
+def cases_of(*files: Path) -> list[ElementTree.Element]:
+    """The tests in files of pytest's, each as the last file has it. A process that ends in a test
+    reports it once more; what it reports first counts."""
+    found: dict[tuple[str | None, str | None], ElementTree.Element] = {}
+    for file in files:
+        own: dict[tuple[str | None, str | None], ElementTree.Element] = {}
+        for case in ElementTree.parse(file).getroot().iter("testcase"):
+            if case.get("classname"):  # others were interrupted
+                own.setdefault((case.get("classname"), case.get("name")), case)
+        found |= own
+    return list(found.values())
 
 
 def summary(cases: list[ElementTree.Element]) -> dict[str, Any]:
@@ -49,7 +57,7 @@ def summary(cases: list[ElementTree.Element]) -> dict[str, Any]:
         file = case.get("classname", "").replace(".", "/") + ".py"
         outcome, message = outcome_of(case)
         counts.setdefault(file, Counter())[outcome] += 1
-        if outcome == "failed":
+        if outcome in ("failed", "device_error"):
             failures.append({"file": file, "test": case.get("name"), "message": message})
         elif outcome == "skipped":
             reasons[message] += 1
