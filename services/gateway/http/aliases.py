@@ -26,14 +26,14 @@ from loraplex_services.gateway.http.json_body import read_json
 from loraplex_services.gateway.http.lora_folders import LABEL, SOURCE, LoraFolders
 from loraplex_services.gateway.request import ServedModel
 
-_LOADS = {
+LOADS = {
     "/v1/load_lora_adapter": False,
     "/load_lora_adapter": True,
     "/skyrl/v1/load_lora_adapter": True,
 }
 """Whether a call replaces an existing adapter if the body does not say so. vLLM's calls do not;
 those that prime-rl and SkyRL add do."""
-_UNLOADS = ("/v1/unload_lora_adapter", "/unload_lora_adapter")
+UNLOADS = ("/v1/unload_lora_adapter", "/unload_lora_adapter")
 _NO_LIMIT = 2**31 - 1
 
 
@@ -79,9 +79,9 @@ class AliasEndpoints:
     def routes(self) -> list[Route]:
         loads = [
             Route(path, functools.partial(self.load, in_place=in_place), methods=["POST"])
-            for path, in_place in _LOADS.items()
+            for path, in_place in LOADS.items()
         ]
-        unloads = [Route(path, self.unload, methods=["POST"]) for path in _UNLOADS]
+        unloads = [Route(path, self.unload, methods=["POST"]) for path in UNLOADS]
         return [*loads, *unloads, Route("/server_info", self.server_info, methods=["GET"])]
 
     async def server_info(self, request: Request) -> Response:

@@ -25,6 +25,7 @@ from loraplex_services.common.limits import (
     OBJECTS_PER_CALL,
     TEXT_BYTES_PER_CALL,
 )
+from loraplex_services.gateway.http.aliases import LOADS, UNLOADS
 from loraplex_services.gateway.http.answering import Answering, json_response
 from loraplex_services.gateway.http.calls import (
     OpenAICall,
@@ -66,8 +67,18 @@ NOT_SERVED = {
         "the base does not change; publish adapters with /v1/load_lora_adapter",
     ),
     **dict.fromkeys(("/sleep", "/wake_up"), "a worker keeps its memory; use /pause and /resume"),
+    **dict.fromkeys(
+        (*LOADS, *UNLOADS, "/server_info"),
+        "set LORAPLEX_LORA_ROOT at the gateway, or publish adapters with `registry upload`",
+    ),
+    **dict.fromkeys(
+        ("/generate", "/generate_stream", "/completion", "/api"),
+        "use /v1/completions or /v1/chat/completions, with the name of the adapter as model",
+    ),
+    **dict.fromkeys(("/info", "/get_model_info", "/model_info"), "use /v1/models"),
 }
-"""Paths that clients of other servers know, and what to do instead."""
+"""Paths that clients of other servers know, and what to do instead. Some of them are served if a
+setting allows it."""
 
 Parse = Callable[[dict[str, Any], Origin], OpenAICall]
 _FORMATTERS: dict[Parse, Callable[[ResponseInfo], Formatter]] = {
@@ -238,12 +249,11 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
     """Answer unknown paths and methods."""
     assert isinstance(error, HTTPException), type(error)
     path = request.url.path
-    for prefix, instead in NOT_SERVED.items():
+    message = f"{error.detail}: see /v1/models, /v1/completions, /v1/chat/completions"
+    for prefix, instead in NOT_SERVED.items() if error.status_code == 404 else ():
         if path == prefix or path.startswith(f"{prefix}/"):
             message = f"{path} is not served: {instead}"
             break
-    else:
-        message = f"{error.detail}: see /v1/models, /v1/completions, /v1/chat/completions"
     if path.startswith(MESSAGES_PATH):
         fault = {"type": "not_found_error", "message": message}
         body: dict[str, Any] = {"type": "error", "error": fault}

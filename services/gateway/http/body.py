@@ -51,6 +51,9 @@ DEFAULTS: Mapping[str, tuple[object, ...]] = {
 }
 """Values of unsupported fields that have no effect, and are therefore accepted."""
 
+_NAMES_AN_ADAPTER = frozenset({"lora_path", "lora_request", "adapter_id", "adapter_source"})
+"""Fields with which clients of SGLang, vLLM, LoRAX and TGI choose an adapter. Without them, a
+request would run on the base."""
 
 Schema = Mapping[str, Any]
 """A JSON Schema."""
@@ -227,11 +230,10 @@ class Body:
         """Refuse the fields that were not read. Raises: Unsupported naming the field."""
         for name, value in self._left.items():
             if name not in IGNORED and value not in DEFAULTS.get(name, ()):
-                raise Unsupported.field(
-                    self.prefix + name,
-                    "",
-                    "this field is unknown or not served with this value; leave it out",
-                )
+                why = "this field is unknown or not served with this value; leave it out"
+                if name in _NAMES_AN_ADAPTER:
+                    why = "this field is not served; put the name of the adapter into model"
+                raise Unsupported.field(self.prefix + name, "", why)
 
     def _take(self, name: str, schema: Schema) -> Any:
         """A field's value, None if it is absent or null."""

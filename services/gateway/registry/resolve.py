@@ -70,6 +70,11 @@ class Resolver:
             raise InvalidRequest.field(
                 "adapters", call.model, "with adapters, model must be the id of a served base"
             )
+        base_id, _, name = call.model.rpartition(":")
+        if base_id in bases:
+            # SGLang's clients name adapters in this way.
+            why = f"{base_id} is a base; name an adapter of it without the base, as {name!r}"
+            raise AdapterNotFound(call.model, why)
         version = await self._version(call.model, call, "model")
         return Target(version.base_id, (_running(version, 1.0),))
 

@@ -378,3 +378,21 @@ async def test_paths_that_clients_know_say_what_to_do_instead(stack: Stack) -> N
     body: Any = missed.value.body
     assert body["error"]["type"] == "not_found_error"
     assert "use /v1/batches" in body["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "instead"),
+    [
+        ("/generate", "use /v1/completions"),
+        ("/generate_stream", "use /v1/completions"),
+        ("/v1/load_lora_adapter", "set LORAPLEX_LORA_ROOT"),
+        ("/unload_lora_adapter", "set LORAPLEX_LORA_ROOT"),
+    ],
+)
+async def test_calls_of_other_servers_for_adapters_say_what_to_do_instead(
+    stack: Stack, path: str, instead: str
+) -> None:
+    await stack.start()
+    status, _, body = await _send(stack, path=path, body={})
+    assert status == 404
+    assert instead in _error(body)["message"]

@@ -178,6 +178,16 @@ async def test_what_the_reference_lists_as_not_yet_is_refused_by_name(stack: Sta
             assert caught.value.param == field, (field, kind)
 
 
+@pytest.mark.parametrize("field", ["lora_path", "adapter_id"])
+async def test_a_field_that_would_choose_an_adapter_elsewhere_names_model(
+    stack: Stack, field: str
+) -> None:
+    await stack.start()
+    with pytest.raises(openai.BadRequestError, match="into model") as caught:
+        await _chat(stack, **{field: "upper"})
+    assert caught.value.param == field
+
+
 async def test_the_version_is_that_of_the_package(stack: Stack) -> None:
     await stack.start()
     answer: Any = await stack.openai().get(f"{stack.url}/version", cast_to=object)

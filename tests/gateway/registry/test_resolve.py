@@ -138,6 +138,16 @@ async def test_an_adapter_of_another_geometry_is_not_served_by_a_base_of_the_sam
     assert [type(model) for model in made.models("default")] == [ServedModel]
 
 
+@pytest.mark.parametrize("base_id", ["base", "Qwen/Qwen3-8B"])
+async def test_an_adapter_named_after_its_base_is_named_without_it(
+    registry: RegistryLookup, base_id: str
+) -> None:
+    resolver = Resolver(registry, lambda: {base_id: ServedModel(base_id, 10, 10)})
+    with pytest.raises(AdapterNotFound, match="without the base, as 'upper'"):
+        await resolver.target(replace(CALL, model=f"{base_id}:upper"))
+    assert registry.asked == []
+
+
 async def test_what_is_missing_is_named_as_it_was_first_published(resolver: Resolver) -> None:
     resolver.snapshot.put_version(replace(_version(1), name="Mixed"))
     why = "no adapter 'default/Mixed:v7': default/Mixed has no version v7"
