@@ -214,6 +214,8 @@ def _row(name: str, row: MethodLimits) -> str:
 
 
 def _sized(num_bytes: int) -> str:
+    if num_bytes % (1024 * MIB) == 0:
+        return f"{num_bytes // (1024 * MIB)} GiB"
     return f"{num_bytes // MIB} MiB" if num_bytes >= MIB else f"{num_bytes // KIB} KiB"
 
 
