@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 
 from loraplex.errors import LoraplexError, codes_of
@@ -27,6 +28,8 @@ def main() -> int:
     except LoraplexError as error:
         print(f"loraplex up: {error.message}", file=sys.stderr)
         return codes_of(error).exit
+    except KeyboardInterrupt:  # The supervisor handles signals, and is not running yet.
+        return 128 + signal.SIGINT
 
 
 def _run(config: flags.UpConfig) -> int:
