@@ -100,7 +100,7 @@ def sampling_params_from_proto(message: worker_pb2.WorkerSampling) -> SamplingPa
 
 def same_message_fields(message: Message, kind: Any) -> dict[str, Any]:
     """Values of the fields that a message and a dataclass have under the same names. Lists are
-    tuples and maps are dictionaries; the messages in them stay messages."""
+    tuples and maps are dictionaries by key; the messages in them stay messages."""
     return {
         name: getattr(message, name) if copy is None else copy(getattr(message, name))
         for name, copy in _shared_names(message.DESCRIPTOR, kind)
@@ -120,7 +120,12 @@ def _copier(field: FieldDescriptor) -> Callable[[Any], object] | None:
     if not field.is_repeated:
         return None
     is_map = field.message_type is not None and field.message_type.GetOptions().map_entry
-    return dict if is_map else tuple
+    return _by_key if is_map else tuple
+
+
+def _by_key(values: Mapping[Any, Any]) -> dict[Any, Any]:
+    """In a message, the order of keys differs from process to process."""
+    return dict(sorted(values.items()))
 
 
 def set_fields(message: Message, readers: Mapping[str, Callable[[Any], object]]) -> dict[str, Any]:

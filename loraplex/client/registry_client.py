@@ -334,7 +334,7 @@ class RegistryClient:
             name=name, description=description, set_labels=set_labels, remove_labels=remove_labels
         )
         answer = await self._channel.call(self._stub.DescribeAdapter, request)
-        return AdapterDescription(name, answer.description, dict(answer.labels))
+        return AdapterDescription(name, answer.description, dict(sorted(answer.labels.items())))
 
     async def attach_signature(
         self, ref: str, bundle: bytes, public_key: str = ""

@@ -49,3 +49,10 @@ def test_targets_come_out_as_they_went_in() -> None:
 def test_what_a_message_leaves_out_weighs_one() -> None:
     assert registry_wire.targets([pb.TagTarget(version=1)]) == (TagTarget(1, "", 1),)
     assert registry_wire.tenant(pb.Tenant(tenant="t")).fairness_weight == 1.0
+
+
+def test_labels_are_ordered_by_key_whatever_the_order_in_the_message() -> None:
+    keys = [f"key-{number}" for number in range(9)]
+    sent = pb.AdapterVersion(labels=dict.fromkeys(keys, "x"))
+    received = pb.AdapterVersion.FromString(sent.SerializeToString())
+    assert list(registry_wire.adapter_version(received).labels) == keys

@@ -64,7 +64,7 @@ def options_from_proto(message: pb.PublishOptions, tenant: str) -> Options:
         tags=tuple(dict.fromkeys(tags)),
         base_id=message.base_id,
         visibility=visibility_from_proto(message.visibility, "options.visibility"),
-        labels=dict(message.labels),
+        labels=dict(sorted(message.labels.items())),
         strict=message.strict,
         allow_missing=message.allow_missing,
         parent=message.parent,
