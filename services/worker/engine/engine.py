@@ -113,7 +113,8 @@ class Engine:
         self._base = BaseFacts(info.vocab_size, info.max_model_len, info.caps_context)
         self._arena = Arena(runner.arena_blocks, count_pages_per_block(runner.block_bytes))
         self._reclaimer = Reclaimer(self._arena)
-        self.cache = AdapterCache(self._arena, self._reclaimer, _adapter_limits(config, runner))
+        self._adapter_limits = _adapter_limits(config, runner)
+        self.cache = AdapterCache(self._arena, self._reclaimer, self._adapter_limits)
         limits = _limits(config, runner)
         layout = KvLayout(
             runner.tokens_per_block,
@@ -162,7 +163,8 @@ class Engine:
     def ready(self) -> EngineReady:
         """What the API server process receives when the engine is ready."""
         sizes = self._arena.num_blocks, self._runner.block_bytes
-        return EngineReady(self._info, *sizes, self._runner.layout)
+        max_bytes = int(self._adapter_limits.max_blocks * self._runner.block_bytes)
+        return EngineReady(self._info, *sizes, self._runner.layout, max_bytes)
 
     @property
     def may_advance(self) -> bool:

@@ -3,6 +3,7 @@ needed."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import replace
@@ -48,6 +49,8 @@ class AdapterFetcher:
         self._spawn = spawn
         self._pins: set[str] = set()
         self._pages_per_block = 1
+        self._page_bytes = 0
+        self._max_lora_bytes = 0
 
     def lease(self, digests: Iterable[str]) -> None:
         """Keep adapters on disk, whether they are there already or still to be fetched."""
@@ -75,21 +78,46 @@ class AdapterFetcher:
             if pin:
                 self._pins.add(digest)
             self._client.send(_fetched(adapter), Prefetch(digest, pin))
+            arrival = self._status.arrival(digest)
             if when_fetched and self._has_space(adapter):
+                self._lease_until_copied(digest, arrival)
                 return replace(self._status.adapter(digest), tier=Tier.LOADING)
-            return replace(await self._status.arrival(digest), pinned=digest in self._pins)
+            return replace(await arrival, pinned=digest in self._pins)
         except LoraplexError as error:
             if not (was_pinned and isinstance(error, Unavailable)):
-                self._pins.discard(digest)
+                self._lose_pin(digest, error)
             raise
         finally:
             self._disk.release(digest)
+
+    def _lease_until_copied(self, digest: str, arrival: asyncio.Future[AdapterResidency]) -> None:
+        """Keep an adapter on disk until it is on the device, or will not be."""
+
+        def settled(_: asyncio.Future[AdapterResidency]) -> None:
+            self._disk.release(digest)
+            if not arrival.cancelled():
+                arrival.exception()  # The next request meets it.
+
+        self._disk.lease(digest)
+        arrival.add_done_callback(settled)
+
+    def _lose_pin(self, digest: str, error: LoraplexError) -> None:
+        if digest in self._pins:
+            self._pins.discard(digest)
+            logger.warning("pin lost", extra={"digest": digest, "reason": error.reason})
 
     def _has_space(self, adapter: DiskAdapter) -> bool:
         """Whether the device surely has space for an adapter whose image is known."""
         load = self._status.load
         num_blocks = -(-adapter.num_pages // self._pages_per_block)
-        return 0 < num_blocks < load.free_blocks and not load.is_full
+        if load.is_full or not 0 < num_blocks < load.free_blocks:
+            return False
+        held_bytes = sum(
+            other.device_bytes
+            for other in self._status.adapters()
+            if other.running_requests or other.pinned or other.tier == Tier.LOADING
+        )
+        return held_bytes + adapter.num_pages * self._page_bytes <= self._max_lora_bytes
 
     def unpin(self, digest: str) -> None:
         """Release a pin. An adapter that was to be loaded for it, and is not under way, is not."""
@@ -118,6 +146,8 @@ class AdapterFetcher:
         pool = PackPool(ready.info.geometry, ready.layout)
         self._source.pack_with(pool)
         self._pages_per_block = count_pages_per_block(ready.layout.block_bytes)
+        self._page_bytes = ready.block_bytes // self._pages_per_block
+        self._max_lora_bytes = ready.max_lora_bytes
         self._spawn(pool.warm_up())
         self._status.new_epoch(epoch, self._disk.adapters())
         for digest in self._pins:
@@ -132,11 +162,10 @@ class AdapterFetcher:
             if change.error is None:
                 if tier == Tier.NONE and self._disk.is_leased(digest):
                     self.ensure_loaded(digest)
-            elif tier in (Tier.DISK, Tier.HOST) and digest in self._pins:
+            elif tier in (Tier.DISK, Tier.HOST):
                 # As in `load`, the next engine gets a pin that only this one could not keep.
                 if not isinstance(error := change.error.to_error(), Unavailable):
-                    self._pins.discard(digest)
-                    logger.warning("pin lost", extra={"digest": digest, "reason": error.reason})
+                    self._lose_pin(digest, error)
 
     async def _fetch(self, digest: str) -> None:
         try:
@@ -153,8 +182,9 @@ class AdapterFetcher:
         try:
             await self.load(digest, pin=True)
         except LoraplexError as error:
-            outcome = "pin waits for the next engine" if digest in self._pins else "pin lost"
-            logger.warning(outcome, extra={"digest": digest, "reason": error.reason})
+            if digest in self._pins:
+                fields = {"digest": digest, "reason": error.reason}
+                logger.warning("pin waits for the next engine", extra=fields)
 
     def _tell(self, command: Command) -> None:
         """Send to the engine unless it has ended; the next engine gets the command again."""

@@ -161,6 +161,8 @@ class EngineReady(msgspec.Struct, frozen=True, tag="ready"):
     block_bytes: int
     layout: AdapterLayout
     """What adapters are packed for."""
+    max_lora_bytes: int
+    """Most bytes of the arena for adapters."""
 
 
 class EngineRefused(msgspec.Struct, frozen=True, tag="refused"):
