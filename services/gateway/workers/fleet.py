@@ -24,6 +24,14 @@ from loraplex_services.gateway.workers.view import WorkerView
 logger = logging.getLogger(__name__)
 
 _DNS_REFRESH_S = 5.0
+_SHARED_FACTS = (
+    "geometry",
+    "vocab_size",
+    "eos_token_ids",
+    "tokenizer_digest",
+    "generation_config_json",
+)
+"""What all workers of a base say alike. The gateway uses what the last one said."""
 
 BaseSeen = Callable[[worker_pb2.GetModelResponse], None]
 
@@ -159,6 +167,9 @@ class Fleet:
         else:
             tokenizer = await asyncio.to_thread(_tokenizer, message, self._pool)
         message.ClearField("tokenizer_files")
+        before = self._models.get(address)
+        if before is not None and before.base_id != message.base_id:
+            self._forget_model(address)
         self._models[address] = message
         self._serve(message, tokenizer)
         return True
@@ -171,11 +182,13 @@ class Fleet:
         base_id = message.base_id
         served = worker_pb2.GetModelResponse()
         served.CopyFrom(message)
-        for each in self._models.values():
-            if each.base_id == base_id:
-                served.max_model_len = min(served.max_model_len, each.max_model_len)
-                served.max_lora_rank = min(served.max_lora_rank, each.max_lora_rank)
-                served.routing_bytes = min(served.routing_bytes, each.routing_bytes)
+        workers = [each for each in self._models.values() if each.base_id == base_id]
+        for each in workers:
+            served.max_model_len = min(served.max_model_len, each.max_model_len)
+            served.max_lora_rank = min(served.max_lora_rank, each.max_lora_rank)
+            served.routing_bytes = min(served.routing_bytes, each.routing_bytes)
+            served.caps_context |= each.caps_context
+        _warn_if_unlike(message, workers)
         model, known = base_from_wire(served, time.time()), self._bases.get(base_id)
         if known is not None:
             model = replace(model, created_unix_s=known.model.created_unix_s)
@@ -187,7 +200,7 @@ class Fleet:
         logger.info("base available", extra=fields)
 
     def _forget_model(self, address: str) -> None:
-        """Serve a base without the limits of a worker that is gone for good."""
+        """Serve a base without the limits of a worker that has left it for good."""
         gone = self._models.pop(address, None)
         left = [m for m in self._models.values() if gone and m.base_id == gone.base_id]
         if left:
@@ -204,6 +217,20 @@ def _tokenizer(message: worker_pb2.GetModelResponse, pool: TemplatePool) -> Base
         logger.warning("base without tokenizer.json", extra={"base": message.base_id})
         return IdsOnly()
     return BaseTokenizer(files, pool)
+
+
+def _warn_if_unlike(
+    message: worker_pb2.GetModelResponse, others: Sequence[worker_pb2.GetModelResponse]
+) -> None:
+    """Log what a worker says otherwise than the other workers of its base."""
+    unlike = [
+        name
+        for name in _SHARED_FACTS
+        if any(getattr(message, name) != getattr(other, name) for other in others)
+    ]
+    if unlike:
+        fields = {"base": message.base_id, "worker": message.worker_id, "fields": " ".join(unlike)}
+        logger.warning("a worker differs from others of its base", extra=fields)
 
 
 def _address(host: str | int, port: int) -> str:

@@ -145,6 +145,37 @@ async def test_a_base_has_the_limits_that_all_its_workers_keep(stack: Stack) -> 
     await eventually(lambda: stack.registry.bases[-1].max_lora_rank == 256)
 
 
+async def test_a_worker_that_returns_with_another_base_leaves_its_limits_behind(
+    stack: Stack,
+) -> None:
+    stack.workers = [ScriptedWorker("w0"), ScriptedWorker("w1", max_model_len=32)]
+    await stack.start()
+    assert stack.running._fleet.served("base").model.max_model_len == 32
+    await stack.stop_server("w1")
+    await stack.until_ready(1)
+    await stack.start_worker(ScriptedWorker("w1", "other", max_model_len=64))
+    await stack.until_ready(2)
+    lengths = {name: model.max_model_len for name, model in stack.running._fleet.bases().items()}
+    assert lengths == {"base": 512, "other": 64}
+
+
+async def test_a_worker_that_differs_from_others_in_more_than_limits_is_named_in_the_log(
+    stack: Stack, caplog: pytest.LogCaptureFixture
+) -> None:
+    stack.workers = [ScriptedWorker("w0"), ScriptedWorker("w1", max_model_len=32)]
+    await stack.start()
+    warning = "a worker differs from others of its base"
+    assert warning not in caplog.messages
+    await stack.stop_server("w1")
+    await stack.until_ready(1)
+    changed = ScriptedWorker("w1")
+    changed.generation_config_json = '{"temperature": 0.5}'
+    await stack.start_worker(changed)
+    await stack.until_ready(2)
+    entry = next(vars(record) for record in caplog.records if record.message == warning)
+    assert (entry["worker"], entry["fields"]) == ("w1", "generation_config_json")
+
+
 async def test_bases_stay_known_while_their_workers_are_away(stack: Stack) -> None:
     await stack.start()
     await stack.stop_server("w0")
