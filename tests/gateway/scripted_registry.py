@@ -34,6 +34,7 @@ class ScriptedRegistry(registry_pb2_grpc.RegistryServiceServicer):
         self.tenants: dict[str, registry_pb2.Tenant] = {}
         self.num_lookups = 0
         self.refuses_bases: LoraplexError | None = None
+        self.num_refused_bases = 0
         self._watches: list[Watch] = []
 
     def put(
@@ -103,6 +104,7 @@ class ScriptedRegistry(registry_pb2_grpc.RegistryServiceServicer):
 
     async def RegisterBase(self, request: Any, context: Any) -> registry_pb2.RegisterBaseResponse:
         if self.refuses_bases is not None:
+            self.num_refused_bases += 1
             await _abort(context, self.refuses_bases)
         self.bases.append(request.base)
         return registry_pb2.RegisterBaseResponse(base=request.base)

@@ -36,12 +36,14 @@ class BaseRegistrar:
         self._on_clash = on_clash
         self._pending: dict[str, worker_pb2.GetModelResponse] = {}
         self._wanted = asyncio.Event()
-        self._refusal = ""
+        self._refusals: dict[str, str] = {}
+        """Why pending bases were refused last, by id."""
 
     @property
     def missing(self) -> str:
-        """Why a base is not registered; "" when all are."""
-        return (self._refusal or "the bases are not registered yet") if self._pending else ""
+        """Why bases are not registered; "" when all are."""
+        refusals = "; ".join(self._refusals.values())
+        return (refusals or "the bases are not registered yet") if self._pending else ""
 
     def seen(self, model: worker_pb2.GetModelResponse) -> None:
         """A base appeared, or came back with another model."""
@@ -71,12 +73,12 @@ class BaseRegistrar:
             await self._registry.register_base(base, replace=self._replaces)
         except LoraplexError as error:
             refusal = f"the registry refuses base {base_id!r}: {error.message}"
-            if refusal != self._refusal:
+            if refusal != self._refusals.get(base_id):
                 logger.warning("base not registered", extra={"base": base_id, "why": error.message})
-            self._refusal = refusal
+            self._refusals[base_id] = refusal
             if isinstance(error, AlreadyExists | InvalidRequest):
-                self._on_clash(type(error)(f"{self._refusal} ({_WAY_OUT})"))
+                self._on_clash(type(error)(f"{refusal} ({_WAY_OUT})"))
             return
-        self._refusal = ""
+        self._refusals.pop(base_id, None)
         if self._pending.get(base_id) is model:
             del self._pending[base_id]
