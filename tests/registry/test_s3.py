@@ -328,3 +328,30 @@ async def test_a_document_that_was_damaged_on_its_way_is_written_again_or_does_n
     with pytest.raises(ObjectStoreError, match="damaged"):
         await store.put_if_absent("doc", b"first")
     assert await store.head("doc") is None
+
+
+@pytest.mark.parametrize("num_lost", [1, 99])
+async def test_a_lost_connection_leaves_no_damaged_document(
+    store: ObjectStore, monkeypatch: pytest.MonkeyPatch, num_lost: int
+) -> None:
+    await probe(store)
+    client = store._once  # type: ignore[attr-defined]
+    put, num_sent = client.put_object, 0
+
+    def damaging_and_losing(**arguments: object) -> object:
+        nonlocal num_sent
+        num_sent += 1
+        if num_sent == 1:
+            return put(**{**arguments, "Body": b"damaged", "ContentMD5": ""})
+        if num_sent <= 1 + num_lost:
+            raise EndpointConnectionError(endpoint_url="the line")
+        return put(**arguments)
+
+    monkeypatch.setattr(client, "put_object", damaging_and_losing)
+    if num_lost == 1:
+        await store.put_if_absent("doc", b"first")
+        assert (await store.get("doc")).data == b"first"
+        return
+    with pytest.raises(ObjectStoreError, match="the line"):
+        await store.put_if_absent("doc", b"first")
+    assert await store.head("doc") is None

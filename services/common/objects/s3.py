@@ -234,15 +234,20 @@ class S3Store:
     def _put_conditional(self, key: str, data: bytes, condition: dict[str, Any]) -> str:
         """Write under a condition. What was damaged on its way is written again, unless somebody
         else has replaced it since; nobody may find it after an error if it was to be created."""
-        wanted = condition
-        for _ in range(_ATTEMPTS):
-            etag = self._put_once(key, data, wanted)
+        etag = self._put_once(key, data, condition)
+        error: Exception = self._damaged(key)
+        for _ in range(1, _ATTEMPTS):
             if self._is_stored(data, etag):
-                return etag
-            wanted = self._if_match(etag)
+                break
+            try:
+                etag = self._put_once(key, data, self._if_match(etag))
+            except (BotoCoreError, ClientError, WriteUncertain) as failure:
+                error = failure
+        if self._is_stored(data, etag):
+            return etag
         if "IfNoneMatch" in condition:
             self._delete(key)
-        raise self._damaged(key)
+        raise error
 
     def _put_once(self, key: str, data: bytes, condition: dict[str, Any]) -> str:
         try:
