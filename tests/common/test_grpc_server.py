@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import stat
 from collections.abc import AsyncIterator, Mapping
@@ -20,6 +21,7 @@ from loraplex.errors import (
     LoraplexError,
     ResourceExhausted,
     Unauthenticated,
+    Unavailable,
     Unsupported,
     Violation,
 )
@@ -147,6 +149,36 @@ async def test_unknown_exception_is_internal_and_does_not_leak(
             assert type(got) is LoraplexError
             assert "secret" not in got.message
     assert "secret path" in caplog.text
+
+
+async def test_retry_policies_of_other_clients_apply_to_refused_calls() -> None:
+    """gRPC does not try a call again whose answer began with headers of its own."""
+    servicer = RegistryLookup()
+    running = await _running(servicer)
+    num_calls = 0
+
+    def count_and_fail(self: RegistryLookup) -> None:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls % 3:
+            raise Unavailable("not yet")
+
+    servicer._fail = count_and_fail.__get__(servicer)  # type: ignore[method-assign]
+    policy = {
+        "maxAttempts": 5,
+        "initialBackoff": "0.01s",
+        "maxBackoff": "0.01s",
+        "backoffMultiplier": 1,
+        "retryableStatusCodes": ["UNAVAILABLE"],
+    }
+    config = {"methodConfig": [{"name": [{}], "retryPolicy": policy}]}
+    options = [("grpc.service_config", json.dumps(config)), ("grpc.enable_retries", 1)]
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{running.port}", options) as channel:
+        stub = registry_pb2_grpc.RegistryServiceStub(channel)
+        assert (await stub.GetUpload(pb.GetUploadRequest())).upload_id == "default"
+        await stub.UploadPart(iter([pb.UploadPartRequest()]))
+    await running.stop(0)
+    assert num_calls == 6
 
 
 async def test_method_without_a_handler_is_unsupported_by_name(lookup: Any) -> None:

@@ -97,12 +97,13 @@ def _counted(handler: Any, method: str, shared: _Shared) -> grpc.RpcMethodHandle
     inner = handler.unary_stream or handler.stream_stream
 
     async def written(request: Any, context: Context) -> None:
-        with _status_of_failure(method, context), shared.opened(method):
-            if inspect.isasyncgenfunction(inner):
-                async for response in inner(request, context):
-                    await context.write(response)
-            else:
-                await inner(request, context)
+        async with _status_of_failure(method, context):
+            with shared.opened(method):
+                if inspect.isasyncgenfunction(inner):
+                    async for response in inner(request, context):
+                        await context.write(response)
+                else:
+                    await inner(request, context)
 
     kind = "stream_stream" if handler.request_streaming else "unary_stream"
     return cast("grpc.RpcMethodHandler[Any, Any]", handler._replace(**{kind: written}))
@@ -197,11 +198,10 @@ def _wrapped_unary(
     inner: Any, call: _Call, *, reads_stream: bool
 ) -> Callable[[Any, Context], Awaitable[Any]]:
     async def behaviour(_: Any, context: Context) -> Any:
-        with _status_of_failure(call.method, context):
-            async with call.admitted(context):
-                if reads_stream:
-                    return await inner(_Requests(call, context), context)
-                return await inner(await call.only_request(context), context)
+        async with _status_of_failure(call.method, context), call.admitted(context):
+            if reads_stream:
+                return await inner(_Requests(call, context), context)
+            return await inner(await call.only_request(context), context)
 
     return behaviour
 
@@ -213,13 +213,12 @@ def _wrapped_stream(
         raise TypeError(f"{call.method}: streaming handlers must be async generator functions")
 
     async def behaviour(_: Any, context: Context) -> AsyncIterator[Any]:
-        with _status_of_failure(call.method, context):
-            async with call.admitted(context):
-                stream = _Requests(call, context)
-                request = stream if reads_stream else await call.only_request(context)
-                async with aclosing(inner(request, context)) as responses:
-                    async for response in responses:
-                        yield response
+        async with _status_of_failure(call.method, context), call.admitted(context):
+            stream = _Requests(call, context)
+            request = stream if reads_stream else await call.only_request(context)
+            async with aclosing(inner(request, context)) as responses:
+                async for response in responses:
+                    yield response
 
     return behaviour
 
@@ -243,13 +242,14 @@ def _names_shown(context: Context) -> tuple[str, ...]:
     return tuple(name.decode(errors="replace") for key in keys for name in shown.get(key, ()))
 
 
-@contextmanager
-def _status_of_failure(method: str, context: Context) -> Iterator[None]:
+@asynccontextmanager
+async def _status_of_failure(method: str, context: Context) -> AsyncIterator[None]:
     """End the call with the status of what is raised within.
 
-    Not with `context.abort`: the exception that it raises and the state of the call refer to each
-    other, so that the call is kept until Python collects such cycles. To gRPC it is open until
-    then, and with 256 open calls, a connection gets no more. No local variable may hold the
+    `abort` sends nothing but the status, as clients with a retry policy need it. The state of the
+    call keeps the exception that it raises. With a traceback or a cause, that would refer to this
+    state again, and the call would be kept until Python collects such cycles. To gRPC it is open
+    until then, and with 256 open calls, a connection gets no more. No local variable may hold an
     exception here either.
     """
     try:
@@ -257,16 +257,18 @@ def _status_of_failure(method: str, context: Context) -> Iterator[None]:
     except grpc.aio.AbortError:
         raise
     except Exception as error:
-        _set_status(error, method, context)
+        status = _status_of(error, method)
+        metadata = tuple(status.trailing_metadata or ())
+        try:
+            await context.abort(status.code, status.details or "", metadata)
+        except grpc.aio.AbortError as aborted:  # gRPC raises it again once the handler returns
+            aborted.__traceback__ = aborted.__context__ = None
 
 
-def _set_status(error: Exception, method: str, context: Context) -> None:
+def _status_of(error: Exception, method: str) -> grpc.Status:
     if isinstance(error, NotImplementedError):
         error = Unsupported(f"{method} is not served by this version")
     if not isinstance(error, LoraplexError):
         logger.error("call failed", exc_info=error, extra={"method": method})
         error = LoraplexError("internal error: the server's log has the traceback")
-    status = to_status(error)
-    context.set_code(status.code)
-    context.set_details(status.details or "")
-    context.set_trailing_metadata(tuple(status.trailing_metadata or ()))
+    return to_status(error)
