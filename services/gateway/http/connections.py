@@ -97,6 +97,11 @@ class TimedProtocol(H11Protocol):
         self._stop_reader_timer()
         super().resume_writing()
 
+    def _should_upgrade(self) -> bool:
+        """Never: another protocol would have none of these limits. uvicorn would log a warning for
+        each request that offers one, as some clients do with all of theirs."""
+        return False
+
     @property
     def _awaits_head(self) -> bool:
         return self.cycle is None or bool(self.cycle.response_complete)

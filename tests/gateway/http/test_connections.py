@@ -122,3 +122,19 @@ async def test_a_client_that_does_not_read_its_answer_loses_its_connection(
         assert http is not None
         connected = http._server.server_state.connections
         await eventually(lambda: not connected, 60)
+
+
+@pytest.mark.parametrize("protocol", ["websocket", "h2c"])
+async def test_an_offer_to_upgrade_is_ignored_and_fills_no_log(
+    stack: Stack, protocol: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Another protocol would have other limits, and some clients offer one with each request."""
+    await stack.start()
+    caplog.clear()
+    reader, writer = await _connected(stack)
+    offer = b"connection: upgrade\r\nupgrade: %b\r\n" % protocol.encode()
+    writer.write(REQUEST[:-2] + offer + b"sec-websocket-version: 13\r\n\r\n")
+    async with asyncio.timeout(30):
+        assert b"200 OK" in await reader.readline()
+    assert not caplog.messages
+    writer.close()
