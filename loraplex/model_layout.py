@@ -91,6 +91,8 @@ def layout_files(folder: Path) -> list[LocalFile]:
         InvalidRequest: it is another kind of layout.
         DataLoss: a blob is missing or does not match its digest.
     """
+    if not _is_inside(folder, Path("index.json")):
+        raise InvalidRequest.field("index.json", str(folder), "is missing, or a link")
     index = _read(folder / "index.json", "index.json")
     manifests = _objects(index, "manifests")
     if len(manifests) != 1:
@@ -122,14 +124,20 @@ def _layer_file(folder: Path, layer: Mapping[str, Any]) -> LocalFile:
 
 
 def _blob(folder: Path, digest: object) -> Path:
-    """Path of a blob. Raises for invalid digests, links and missing blobs."""
+    """Path of a blob. Raises InvalidRequest for a digest that is none, DataLoss for a blob that is
+    missing or behind a link."""
     match = _DIGEST.fullmatch(digest) if isinstance(digest, str) else None
     if match is None:
         raise InvalidRequest.field("digest", repr(digest), "must be sha256: and 64 hex digits")
-    path = folder / "blobs" / "sha256" / match[1]
-    if path.is_symlink() or not path.is_file():
+    path = Path("blobs", "sha256", match[1])
+    if not _is_inside(folder, path):
         raise DataLoss(f"blob {digest} is missing from {folder}")
-    return path
+    return folder / path
+
+
+def _is_inside(folder: Path, path: Path) -> bool:
+    """Whether a folder has this file, and no link leads out of the folder to it."""
+    return (folder / path).is_file() and (folder / path).resolve() == folder.resolve() / path
 
 
 def _read(path: Path, what: str, digest: str = "") -> dict[str, Any]:

@@ -196,12 +196,13 @@ def _entry_problem(entry: os.DirEntry[str], tensor_file: str) -> str | None:
 
 
 def _is_hub_blob(link: Path) -> bool:
-    """Whether a link is one that a hub cache makes, from a snapshot to its repository's blobs."""
+    """Whether a link is one that a hub cache makes, from a snapshot to its repository's blobs. A
+    folder `blobs` that is itself a link may lead to files that are not the repository's."""
     snapshots = link.parent.parent
     target = Path(os.path.realpath(link))  # which a loop of links does not make fail
     return (
         snapshots.name == "snapshots"
-        and target.parent == (snapshots.parent / "blobs").resolve()
+        and target.parent == snapshots.parent.resolve() / "blobs"
         and target.is_file()
     )
 

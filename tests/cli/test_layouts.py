@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from pathlib import Path
@@ -136,6 +137,39 @@ def test_links_that_leave_the_cache_or_lie_outside_one_are_refused(
         (plain / path.name).symlink_to(path)
     with pytest.raises(InvalidAdapter, match="is a link"):
         local_files(plain)
+
+
+@pytest.mark.hostile
+def test_blobs_of_a_cache_that_are_a_link_to_somebody_elses_files_are_refused(
+    adapter: Path, snapshot: Path, tmp_path: Path
+) -> None:
+    blobs = snapshot.parents[1] / "blobs"
+    blobs.rename(tmp_path / "private")
+    blobs.symlink_to(tmp_path / "private")
+    with pytest.raises(InvalidAdapter, match="is a link"):
+        local_files(snapshot)
+
+
+@pytest.mark.hostile
+@pytest.mark.parametrize("linked", ["index.json", "blobs", "blobs/sha256"])
+def test_a_layout_with_links_to_somebody_elses_files_is_refused(
+    tmp_path: Path, linked: str
+) -> None:
+    folder, private = tmp_path / "layout", tmp_path / "private"
+    layer = hashlib.sha256(b"weights").hexdigest()
+    named = {"org.opencontainers.image.title": "README.md"}
+    layers = [{"digest": f"sha256:{layer}", "size": 7, "annotations": named}]
+    manifest = json.dumps({"layers": layers}).encode()
+    digest = hashlib.sha256(manifest).hexdigest()
+    (folder / "blobs" / "sha256").mkdir(parents=True)
+    (folder / "blobs" / "sha256" / layer).write_bytes(b"weights")
+    (folder / "blobs" / "sha256" / digest).write_bytes(manifest)
+    (folder / "index.json").write_text(json.dumps({"manifests": [{"digest": f"sha256:{digest}"}]}))
+    assert [file.path for file in layout_files(folder)] == ["README.md"]
+    (folder / linked).rename(private)
+    (folder / linked).symlink_to(private)
+    with pytest.raises((DataLoss, InvalidRequest)):
+        layout_files(folder)
 
 
 @pytest.mark.e2e
