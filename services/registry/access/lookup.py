@@ -61,6 +61,11 @@ class Cursor:
     scope: str = ""
     version: int = 0
 
+    @classmethod
+    def at(cls, version: VersionRecord) -> Cursor:
+        """After a version."""
+        return cls(scope_of(version.tenant, version.name), version.version)
+
 
 class Lookup:
     """Resolves references and lists adapters."""
@@ -130,8 +135,7 @@ class Lookup:
                     if current == scope and version.version <= number:
                         continue
                     if len(entries) == page_size:
-                        last = entries[-1].version
-                        return entries, Cursor(scope_of(last.tenant, last.name), last.version)
+                        return entries, Cursor.at(entries[-1].version)
                     entries.append(ResolvedVersion(version, found.adapter, found.tags))
             if len(scanned) < _SCAN_ADAPTERS:
                 return entries, None

@@ -108,7 +108,7 @@ class AdapterSharing:
         key = layout.adapter(tenant, name)
         record = await documents.change(self.store, key, AdapterRecord, step)
         assert record is not None, "a changed adapter has a record"
-        items = [adapter_item(record, live)]
+        items = [adapter_item(record)]
         await self.catalog.apply(scope_of(tenant, name), items, operation=operation)
         return record, f"{tenant}/{live[0].shown_name}"
 

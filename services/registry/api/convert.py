@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -25,6 +25,7 @@ from loraplex_services.registry.access.lookup import Cursor, ResolvedVersion
 from loraplex_services.registry.access.permissions import Access
 from loraplex_services.registry.access.signatures import checked_keys
 from loraplex_services.registry.api.publish_options import VISIBILITY
+from loraplex_services.registry.index.watch import Batch
 from loraplex_services.registry.publish.file_state import FileState
 from loraplex_services.registry.records import (
     AdapterRecord,
@@ -39,6 +40,9 @@ from loraplex_services.registry.records import (
     build,
     now_s,
 )
+
+MAX_PART_BYTES = 1 << 20
+"""Events in one message to a watcher, in bytes, unless a single one is larger."""
 
 
 def progress_to_proto(state: FileState) -> pb.FileProgress:
@@ -178,6 +182,25 @@ def event_to_proto(event: Mapping[str, Any]) -> pb.AdapterEvent:
         labels=doc.get("adapter_labels", {}),
     )
     return pb.AdapterEvent(version=version_to_proto(record, sharing))
+
+
+def batch_to_protos(batch: Batch, last_token: str) -> Iterator[pb.WatchAdaptersResponse]:
+    """A batch in messages that watchers can receive: one adapter may have thousands of versions.
+
+    Args:
+        last_token: token of the batch before, from where a watch that gets only a part resumes.
+    """
+    message = pb.WatchAdaptersResponse(snapshot_begin=batch.begins_snapshot)
+    num_bytes = 0
+    for event in map(event_to_proto, batch.events):
+        num_bytes += event.ByteSize()
+        if num_bytes > MAX_PART_BYTES and message.events:
+            message.resume_token = last_token if batch.token else ""
+            yield message
+            message, num_bytes = pb.WatchAdaptersResponse(), event.ByteSize()
+        message.events.append(event)
+    message.resume_token, message.snapshot_end = batch.token, batch.ends_snapshot
+    yield message
 
 
 def sharing_to_proto(record: AdapterRecord) -> pb.SetSharingResponse:

@@ -12,7 +12,7 @@ from loraplex.v1 import registry_pb2 as pb
 from loraplex.v1 import registry_pb2_grpc
 from loraplex_services.common.grpc import server as grpc_server
 from loraplex_services.common.limits import MAX_REASON_CHARS, WAIT_S, check_chars
-from loraplex_services.registry.access.lookup import Query, visible_batches
+from loraplex_services.registry.access.lookup import Cursor, Query, visible_batches
 from loraplex_services.registry.access.permissions import Access
 from loraplex_services.registry.api import convert
 from loraplex_services.registry.api.admin import caller_access, page_size
@@ -23,6 +23,8 @@ from loraplex_services.registry.publish.metrics import WATCHERS
 from loraplex_services.registry.publish.tags import MAX_SIDES, TagAddress, parse_expect
 
 SERVICE_NAME = "loraplex.v1.RegistryService"
+MAX_PAGE_BYTES = 4 << 20
+"""Most bytes of a page of a list, unless a single version has more."""
 
 
 class RegistryService(PublishService):
@@ -56,10 +58,16 @@ class RegistryService(PublishService):
         page, cursor = await self._registry.lookup.page(
             query, access, page_size(request.page_size), convert.cursor_of(request.page_token)
         )
-        return pb.ListAdaptersResponse(
-            versions=[convert.resolved_to_proto(entry) for entry in page],
-            next_page_token=convert.page_token(cursor),
-        )
+        response, num_bytes = pb.ListAdaptersResponse(), 0
+        for number, entry in enumerate(page):
+            message = convert.resolved_to_proto(entry)
+            num_bytes += message.ByteSize()
+            if num_bytes > MAX_PAGE_BYTES and number:
+                cursor = Cursor.at(page[number - 1].version)
+                break
+            response.versions.append(message)
+        response.next_page_token = convert.page_token(cursor)
+        return response
 
     async def SetTag(self, request: pb.SetTagRequest, context: Any) -> pb.SetTagResponse:
         access = caller_access()
@@ -165,16 +173,14 @@ class RegistryService(PublishService):
     ) -> AsyncIterator[pb.WatchAdaptersResponse]:
         access = caller_access()
         access.require("reader")
+        last_token = request.resume_token
         with WATCHERS.track_inprogress():
             async for batch in visible_batches(
                 self._registry.catalog, access, request.resume_token
             ):
-                yield pb.WatchAdaptersResponse(
-                    events=[convert.event_to_proto(event) for event in batch.events],
-                    resume_token=batch.token,
-                    snapshot_begin=batch.begins_snapshot,
-                    snapshot_end=batch.ends_snapshot,
-                )
+                for message in convert.batch_to_protos(batch, last_token):
+                    yield message
+                last_token = batch.token
 
     async def RegisterBase(
         self, request: pb.RegisterBaseRequest, context: Any

@@ -1,16 +1,17 @@
 -- Bring changed documents into the index, all or nothing, and tell watchers.
--- KEYS[1] = prefix of all keys; ARGV = the position seen before (epoch, sequence), how many events to
--- keep, the epoch to fill while rebuilding ('' = the current one), JSON [{op, scope, items}...], then
--- the documents that items and events name by their number. Keys: see catalog.py.
+-- KEYS[1] = prefix of all keys; ARGV = the position seen before (epoch, sequence), how many events and
+-- how many bytes of them to keep, the epoch to fill while rebuilding ('' = the current one), JSON
+-- [{op, scope, items}...], then the documents that items and events name by their number. Keys: see
+-- catalog.py.
 -- Returns {epoch, sequence after the changes, ''}, or false where there is no index to change or it is
 -- behind that position.
 local prefix = KEYS[1]
-local max_events = tonumber(ARGV[3])
-local changes = cjson.decode(ARGV[5])
+local max_events, max_bytes = tonumber(ARGV[3]), tonumber(ARGV[4])
+local changes = cjson.decode(ARGV[6])
 local epoch = redis.call('GET', prefix .. 'epoch')
 
-if ARGV[4] ~= '' then
-  epoch = ARGV[4]
+if ARGV[5] ~= '' then
+  epoch = ARGV[5]
 elseif redis.call('EXISTS', prefix .. 'rebuild') == 1 then
   for _, change in ipairs(changes) do redis.call('SADD', prefix .. 'dirty', change.scope) end
 end
@@ -20,7 +21,7 @@ local sequence = tonumber(redis.call('GET', ns .. 'seq') or '0')
 if epoch == ARGV[1] and sequence < tonumber(ARGV[2]) then return false end
 
 local function document(number)
-  return ARGV[5 + number]
+  return ARGV[6 + number]
 end
 
 local function generation_of(value)
@@ -37,6 +38,22 @@ local function count_use(item, sign)
       redis.call('HDEL', ns .. 'blobs:' .. use.tenant, sha)
     end
   end
+end
+
+-- Add an event, and drop the oldest ones beyond the limits.
+local function tell(event)
+  local key = ns .. 'events'
+  sequence = redis.call('INCR', ns .. 'seq')
+  redis.call('XADD', key, string.format('%d-0', sequence), 'e', event)
+  local bytes = tonumber(redis.call('GET', ns .. 'event_bytes') or '0') + #event
+  local count = redis.call('XLEN', key)
+  while count > max_events or (bytes > max_bytes and count > 1) do
+    local oldest = redis.call('XRANGE', key, '-', '+', 'COUNT', 1)[1]
+    redis.call('XDEL', key, oldest[1])
+    bytes = math.max(0, bytes - #oldest[2][2])
+    count = count - 1
+  end
+  redis.call('SET', ns .. 'event_bytes', string.format('%d', bytes))
 end
 
 -- Put a scope into the lists that it belongs to: a scope without a live version is in none.
@@ -117,11 +134,7 @@ local function apply(change)
         end
       end
       for _, event in ipairs(item.events) do
-        if event.generation > have and max_events > 0 then
-          sequence = redis.call('INCR', ns .. 'seq')
-          redis.call('XADD', ns .. 'events', 'MAXLEN', '~', max_events,
-            string.format('%d-0', sequence), 'e', document(event.doc))
-        end
+        if event.generation > have and max_events > 0 then tell(document(event.doc)) end
       end
     end
   end

@@ -11,6 +11,7 @@ empty or behind. All keys, without their prefix `loraplex:`:
     pending                  HASH operation id -> "<unix ms> <scope>", noted before objects change
     <epoch>:seq              number of the last event
     <epoch>:events           STREAM of events, ids `<seq>-0`, field e = JSON {kind, doc}
+    <epoch>:event_bytes      size of these events
     <epoch>:names            ZSET of scopes with a live version, ordered by name
     <epoch>:shared           ZSET of those of them that other tenants may see
     <epoch>:a:<scope>        HASH v<number> -> version, d:<digest> -> number, newest, adapter, and
@@ -58,6 +59,8 @@ from loraplex_services.registry.records import AdapterRecord, BaseRecord, TagRec
 PREFIX = "loraplex:"
 MAX_EVENTS = 100_000
 """Events kept for watchers that resume; those further behind get a snapshot."""
+MAX_EVENT_BYTES = 256 << 20
+"""Most bytes of these events. One has 1 to 2 kB, but versions may have much longer labels."""
 _REBUILD_LEASE_MS = 30_000
 _MAX_TRIES = 5
 _DROP_KEYS = 1000
@@ -154,7 +157,8 @@ class Catalog:
 
     async def _apply_all(self, changes: Sequence[IndexChange]) -> list[None]:
         """Several `apply` in one round trip, all or nothing."""
-        await self._run("apply", [MAX_EVENTS, "", *arguments_of(changes, with_events=True)])
+        limits = MAX_EVENTS, MAX_EVENT_BYTES
+        await self._run("apply", [*limits, "", *arguments_of(changes, with_events=True)])
         return [None] * len(changes)
 
     async def apply_many(self, into_epoch: str, changes: Sequence[IndexChange]) -> None:
@@ -162,7 +166,7 @@ class Catalog:
         for at in range(0, len(changes), _MAX_AT_ONCE):
             some = arguments_of(changes[at : at + _MAX_AT_ONCE], with_events=False)
             async with translated():
-                await self._scripts["apply"](keys=[PREFIX], args=["", 0, 0, into_epoch, *some])
+                await self._scripts["apply"](keys=[PREFIX], args=["", 0, 0, 0, into_epoch, *some])
 
     async def find(self, scope: str, kind: str, selector: str = "") -> Found:
         """The versions that a tag, number or digest selects, and the tags. The kind `live` selects

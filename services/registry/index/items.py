@@ -146,15 +146,16 @@ def tag_item(record: TagRecord) -> Item:
                 tuple(events), {"staged_until_s": record.pending_until_s})  # fmt: skip
 
 
-def adapter_item(record: AdapterRecord, versions: Sequence[VersionRecord] = ()) -> Item:
-    """What belongs to an adapter as a whole; watchers are notified through `versions`, the live
-    ones."""
+def adapter_item(record: AdapterRecord) -> Item:
+    """What belongs to an adapter as a whole. There is one event, however many versions it has;
+    watchers get an event of each version instead."""
+    doc = to_set_fields(record)
     return Item(
         f"a:{scope_of(record.tenant, record.name)}",
         "adapter",
         record.generation,
-        to_set_fields(record),
-        tuple(_version_event(record.generation, to_set_fields(v), record) for v in versions),
+        doc,
+        (IndexEvent(record.generation, "adapter", doc),),
         {"visibility": record.visibility},
     )
 

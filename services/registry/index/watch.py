@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from loraplex.errors import Unavailable
 from loraplex_services.common.units import parse_digits
 from loraplex_services.registry.index.catalog import Catalog, Found
-from loraplex_services.registry.index.feed import MAX_READ, FeedLost
-from loraplex_services.registry.index.items import base_item, tag_item, version_item
+from loraplex_services.registry.index.feed import MAX_READ, Entries, FeedLost
+from loraplex_services.registry.index.items import base_item, scope_of, tag_item, version_item
 from loraplex_services.registry.index.redis_calls import CatalogDown
 
 _PAGE_SCOPES = 50
@@ -87,8 +87,32 @@ async def _follow(catalog: Catalog, epoch: str, after: int) -> AsyncIterator[Bat
                     raise _SnapshotNeeded
             if [number for number, _ in entries] != _run(after, len(entries)):
                 raise _SnapshotNeeded
+            async for events, number in _expanded(catalog, entries):
+                yield Batch(tuple(events), f"{epoch}:{number}")
             after = entries[-1][0] if entries else after
-            yield Batch(tuple(event for _, event in entries), f"{epoch}:{after}")
+            if not entries:
+                yield Batch((), f"{epoch}:{after}")
+
+
+async def _expanded(
+    catalog: Catalog, entries: Entries
+) -> AsyncIterator[tuple[list[dict[str, Any]], int]]:
+    """Events, and the number up to which nothing is missing then. In the place of the last change
+    of an adapter there is an event of each of its versions, as they are now."""
+    last = {_scope(event): number for number, event in entries if event["kind"] == "adapter"}
+    events: list[dict[str, Any]] = []
+    for number, event in entries:
+        if event["kind"] != "adapter":
+            events.append(event)
+        elif last[_scope(event)] == number:
+            if events:
+                yield events, number - 1
+            async with catalog.snapshot_lock:
+                found = await catalog.find(_scope(event), "live")
+            yield _version_events(found), number
+            events = []
+    if events:
+        yield events, entries[-1][0]
 
 
 async def _last_sequence(catalog: Catalog, epoch: str, after: int) -> int:
@@ -136,18 +160,32 @@ async def _catch_up(
         if [number for number, _ in entries] != _run(begin, len(entries)) or not entries:
             raise _SnapshotNeeded
         begin = entries[-1][0]
-        fresh = [e for _, e in entries if int(e["doc"]["generation"]) > newest.get(_key(e), 0)]
-        yield Batch(tuple(fresh), "")
+        fresh = [entry for entry in entries if _is_newer(entry[1], newest)]
+        async for events, _ in _expanded(catalog, fresh):
+            yield Batch(tuple(events), "")
     yield Batch((), f"{epoch}:{end}", ends_snapshot=True)
 
 
 def _events_of(found: Found) -> list[dict[str, Any]]:
     """The current state of one adapter: its live versions, then its tags."""
+    tags = [{"kind": "tag", "doc": tag_item(tag).doc} for tag in found.tags]
+    return [*_version_events(found), *tags]
+
+
+def _version_events(found: Found) -> list[dict[str, Any]]:
+    """The live versions of one adapter, with what applies to all of them."""
     items = [version_item(v, found.adapter) for v in found.versions if not v.deleted]
-    docs = [event.to_doc() for item in items for event in item.events]
-    for tag in found.tags:
-        docs.append({"kind": "tag", "doc": tag_item(tag).doc})
-    return docs
+    return [event.to_doc() for item in items for event in item.events]
+
+
+def _is_newer(event: dict[str, Any], newest: Mapping[str, int]) -> bool:
+    """Whether a snapshot may lack an event. A change of an adapter has a generation of its own."""
+    is_adapter = event["kind"] == "adapter"
+    return is_adapter or int(event["doc"]["generation"]) > newest.get(_key(event), 0)
+
+
+def _scope(event: dict[str, Any]) -> str:
+    return scope_of(event["doc"]["tenant"], event["doc"]["name"])
 
 
 def _key(event: dict[str, Any]) -> str:

@@ -271,7 +271,7 @@ class _Adapter:
         lack the name as it was first published."""
         spelling = self.versions[0].spelling if self.versions else ""
         tags = [replace(tag, spelling=tag.spelling or spelling) for tag in self.tags]
-        items = [adapter_item(self.record, self.live)] if self.record is not None else []
+        items = [adapter_item(self.record)] if self.record is not None else []
         items += [version_item(version, self.record) for version in self.versions]
         return items + [tag_item(tag) for tag in tags]
 

@@ -328,7 +328,5 @@ class Publisher:
             return None
         indexed = (await self.catalog.find(scope_of(tenant, name), "tag", LATEST)).adapter
         if indexed is None or indexed.generation < adapter.generation:
-            versions = await self.versions.of(tenant, name)
-            others = [each for each in versions if each.upload_id != session.upload_id]
-            items.append(adapter_item(adapter, [each for each in others if not each.deleted]))
+            items.append(adapter_item(adapter))
         return adapter

@@ -47,6 +47,10 @@ SERVICE_TOKEN = "a-token-that-services-share"
         (pb.PublishOptions(name="sql", labels={"": "x"}), "options.labels[]"),
         (pb.PublishOptions(name="sql", labels={str(n): "" for n in range(65)}), "options.labels"),
         (
+            pb.PublishOptions(name="sql", labels={str(n): 256 * "€" for n in range(64)}),
+            "options.labels",
+        ),
+        (
             pb.PublishOptions(name="sql", labels={"rope_scaling": "linear:4"}),
             "options.labels[rope_scaling]",
         ),
@@ -169,6 +173,23 @@ async def test_pages_follow_each_other_without_gap_or_double(
     with pytest.raises(InvalidRequest, match="token"):
         request.page_token = "nonsense"
         await served.client._channel.call(served.client._stub.ListAdapters, request)
+
+
+@pytest.mark.hostile
+async def test_a_page_of_versions_with_long_labels_is_shorter(
+    served: ServedRegistry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A list of them would be larger than the messages that clients receive."""
+    monkeypatch.setattr(server, "MAX_PAGE_BYTES", 2000)
+    for seed in range(4):
+        await upload(
+            served.client, tmp_path, "sql", seed, labels={f"{n}": 200 * "x" for n in range(4)}
+        )
+    request = pb.ListAdaptersRequest(all_versions=True)
+    page = await served.client._stub.ListAdapters(request)
+    assert [version.version for version in page.versions] == [1]
+    listed = served.client.list(name="sql", all_versions=True)
+    assert [version.version async for version in listed] == [1, 2, 3, 4]
 
 
 async def test_errors_of_tags_and_deletion_keep_their_types(

@@ -1,0 +1,116 @@
+"""Watches of adapters with many or large versions fit the memory of Redis and into messages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import redis.asyncio
+
+from loraplex_services.registry.access.sharing import SharingChange
+from loraplex_services.registry.api import convert
+from loraplex_services.registry.assembly import Registry
+from loraplex_services.registry.index import catalog as catalog_module
+from loraplex_services.registry.index import watch as watch_module
+from loraplex_services.registry.index.catalog import PREFIX
+from loraplex_services.registry.index.watch import Batch, watch
+from loraplex_services.registry.records import PRIVATE, PUBLIC
+from tests.registry.house import publish
+from tests.registry.index.test_watch import Mirror
+
+pytestmark = pytest.mark.hostile
+
+
+async def _num_events(registry: Registry, metadata_url: str) -> int:
+    raw = redis.asyncio.Redis.from_url(metadata_url)
+    count = await raw.xlen(f"{PREFIX}{await registry.catalog.epoch()}:events")
+    await raw.aclose()
+    return int(count)
+
+
+async def test_a_change_of_an_adapter_is_kept_once_and_told_for_each_of_its_versions(
+    registry: Registry, metadata_url: str
+) -> None:
+    """An event for each of thousands of versions fills the memory of Redis."""
+    for seed in (1, 2, 3):
+        await publish(registry, "sql", seed)
+    mirror = Mirror(watch(registry.catalog, ""))
+    await mirror.snapshot()
+    token = mirror.token
+    before = await _num_events(registry, metadata_url)
+    for visibility in (PUBLIC, PRIVATE, PUBLIC):
+        await registry.sharing.set("default", "sql", SharingChange(visibility), "me")
+    assert await _num_events(registry, metadata_url) == before + 3
+    await publish(registry, "sql", 4)
+    for watcher in (mirror, Mirror(watch(registry.catalog, token))):
+        await watcher.until("sql:latest", [4])
+        assert [watcher.known[f"sql:v{number}"] for number in (1, 2, 3, 4)] == [PUBLIC] * 4
+
+
+async def test_an_adapter_that_becomes_private_while_a_snapshot_is_read_is_private_at_its_end(
+    registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await publish(registry, "sql", 1, visibility=PUBLIC)
+    read_page, is_first = registry.catalog.page, True
+
+    async def outdated(*args: Any, **options: Any) -> Any:
+        nonlocal is_first
+        page = await read_page(*args, **options)
+        if is_first:
+            is_first = False
+            await registry.sharing.set("default", "sql", SharingChange(PRIVATE), "me")
+        return page
+
+    monkeypatch.setattr(registry.catalog, "page", outdated)
+    mirror = Mirror(watch(registry.catalog, ""))
+    await mirror.snapshot()
+    assert mirror.known["sql:v1"] == PRIVATE
+
+
+async def test_large_events_take_a_bounded_part_of_the_memory_of_redis(
+    registry: Registry, metadata_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(catalog_module, "MAX_EVENT_BYTES", 20_000)
+    mirror = Mirror(watch(registry.catalog, ""))
+    await mirror.snapshot()
+    for seed in range(12):
+        await publish(registry, "sql", seed, latest=False, labels={"note": 4000 * "x"})
+    assert 3 <= await _num_events(registry, metadata_url) <= 5
+    await mirror.until("sql:v12", PRIVATE)
+    assert [mirror.known[f"sql:v{number}"] for number in range(1, 13)] == [PRIVATE] * 12
+    late = Mirror(watch(registry.catalog, mirror.token.partition(":")[0] + ":1"))
+    await late.until("sql:v12", PRIVATE)
+    assert late.snapshots == 1
+
+
+async def test_the_versions_of_one_adapter_come_in_messages_that_gateways_can_receive(
+    registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A snapshot that does not fit one message keeps every gateway from starting."""
+    monkeypatch.setattr(convert, "MAX_PART_BYTES", 10_000)
+    for seed in range(6):
+        await publish(registry, "sql", seed, labels={"note": 4000 * "x"})
+    messages = []
+    async for batch in watch(registry.catalog, ""):
+        messages += convert.batch_to_protos(batch, "before")
+        if batch.ends_snapshot:
+            break
+    assert max(message.ByteSize() for message in messages) < 10_100
+    versions = [event.version.version for each in messages for event in each.events]
+    assert [number for number in versions if number] == [1, 2, 3, 4, 5, 6]
+    assert [each.snapshot_begin for each in messages] == [True] + [False] * (len(messages) - 1)
+    assert [each.snapshot_end for each in messages] == [False] * (len(messages) - 1) + [True]
+    assert [each.resume_token for each in messages[:-1]] == [""] * (len(messages) - 1)
+
+
+async def test_a_watch_that_got_a_part_of_a_batch_resumes_before_it(
+    registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(convert, "MAX_PART_BYTES", 1)
+    for seed in range(3):
+        await publish(registry, "sql", seed)
+    found = await registry.lookup.everything("default", "sql")
+    events = watch_module._version_events(found)
+    whole = Batch(tuple(events), "e:9")
+    tokens = [each.resume_token for each in convert.batch_to_protos(whole, "e:6")]
+    assert tokens == ["e:6", "e:6", "e:9"]
