@@ -54,6 +54,7 @@ COUNTS = {
     "MAX_OPEN_STREAMS": "open health watches of one server, and as many calls of reflection",
     "MAX_DESCRIPTION_CHARS": "characters in the description of a key",
     "MAX_REASON_CHARS": "characters of the reason for a move of a tag",
+    "MAX_LABELS_BYTES": "labels of a version, and of an adapter, keys and values together",
     "MAX_MODEL_CHARS": "characters in `model`, and in each adapter reference of a request",
     "MAX_CACHE_SALT_CHARS": "characters in `cache_salt`",
     "MAX_REQUEST_ID_CHARS": "characters in the `request_id` of a gRPC request",

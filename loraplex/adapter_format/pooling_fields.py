@@ -23,6 +23,8 @@ SINGLE_LABEL, MULTI_LABEL, REGRESSION = (
 HEAD_FIELDS = ("id2label", "num_labels", "problem_type", "pad_token_id")
 FIELDS = frozenset({*HEAD_FIELDS, "pooling", "normalize"})
 MAX_LABEL_CHARS = 256
+MAX_ALL_LABELS_CHARS = 64 * 1024
+"""Every gateway keeps the names of all versions."""
 _MAX_TOKEN_ID = 2**31
 
 
@@ -90,6 +92,10 @@ def _labels(reader: AdapterConfigReader) -> tuple[str, ...]:
     if not names or not all(isinstance(n, str) and 0 < len(n) <= MAX_LABEL_CHARS for n in names):
         why = f'must name every label "0", "1"... in at most {MAX_LABEL_CHARS} characters'
         reader.refuse("id2label", value, why)
+        return ()
+    if sum(map(len, names)) > MAX_ALL_LABELS_CHARS:
+        why = f"the names have more than {MAX_ALL_LABELS_CHARS} characters together; shorten them"
+        reader.refuse("id2label", f"{len(names)} labels", why)
         return ()
     return tuple(str(name) for name in names)
 

@@ -200,6 +200,8 @@ MAX_DESCRIPTION_CHARS = 256
 """Most characters in the description of a key."""
 MAX_REASON_CHARS = 256
 """Most characters of the reason for a move of a tag."""
+MAX_LABELS_BYTES = 32 * KIB
+"""Most bytes of the labels of a version, and of those of an adapter. Every gateway keeps them."""
 MAX_MODEL_CHARS = 512
 MAX_CACHE_SALT_CHARS = 256
 MAX_REQUEST_ID_CHARS = 256

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from loraplex.errors import AdapterNotFound, InvalidRequest
 from loraplex_services.common import documents
+from loraplex_services.common.limits import MAX_LABELS_BYTES
 from loraplex_services.common.objects import ObjectStore
 from loraplex_services.registry import layout
 from loraplex_services.registry.access.audit import Audit
@@ -79,6 +80,7 @@ class AdapterSharing:
             if len(labels) > MAX_LABELS:
                 why = f"at most {MAX_LABELS} labels of one adapter; remove some"
                 raise InvalidRequest.field("set_labels", f"{len(labels)}", why)
+            check_label_bytes(labels, "set_labels")
             text = held.description if description is None else description
             return dataclasses.replace(held, description=text, labels=labels)
 
@@ -111,6 +113,14 @@ class AdapterSharing:
         items = [adapter_item(record)]
         await self.catalog.apply(scope_of(tenant, name), items, operation=operation)
         return record, f"{tenant}/{live[0].shown_name}"
+
+
+def check_label_bytes(labels: Mapping[str, str], field: str) -> None:
+    """Raises InvalidRequest for labels that are too long together: every gateway keeps them."""
+    num_bytes = sum(len(text.encode()) for pair in labels.items() for text in pair)
+    if num_bytes > MAX_LABELS_BYTES:
+        why = f"at most {MAX_LABELS_BYTES} bytes of keys and values together"
+        raise InvalidRequest.field(field, f"{num_bytes} bytes", why)
 
 
 def _check(wanted: SharingChange) -> None:

@@ -10,7 +10,7 @@ from loraplex.errors import InvalidAdapter, InvalidRequest, Unsupported
 from loraplex.refs import LATEST, check_tag, parse_name, parse_ref
 from loraplex.v1 import registry_pb2 as pb
 from loraplex_services.common.limits import EPHEMERAL_S, KEPT_VERSIONS, WAIT_S
-from loraplex_services.registry.access.sharing import MAX_LABELS
+from loraplex_services.registry.access.sharing import MAX_LABELS, check_label_bytes
 from loraplex_services.registry.access.signatures import Offered
 from loraplex_services.registry.publish.uploads import Options
 from loraplex_services.registry.records import (
@@ -96,6 +96,7 @@ def check_labels(labels: Mapping[str, str], field: str) -> None:
         if not 0 < len(key) <= MAX_LABEL_KEY_CHARS or len(value) > most:
             description = f"keys have 1-{MAX_LABEL_KEY_CHARS} characters, values at most {most}"
             raise InvalidRequest.field(f"{field}[{key[:80]}]", value, description)
+    check_label_bytes(labels, field)
     if ROPE_FIELD in labels:
         _check_rope_label(labels[ROPE_FIELD], f"{field}[{ROPE_FIELD}]")
 

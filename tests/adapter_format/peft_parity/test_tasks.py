@@ -162,6 +162,10 @@ REFUSED: dict[str, tuple[str, Callable[[Path], None]]] = {
         "id2label",
         lambda folder: edit(folder, id2label={"0": "good", "1": "bad"}),
     ),
+    "names of many characters": (
+        "id2label",
+        lambda folder: edit(folder, id2label={str(label): 256 * "x" for label in range(300)}),
+    ),
     "a gap in the names": ("id2label", lambda folder: edit(folder, id2label={"0": "a", "2": "c"})),
     "another number of labels": ("num_labels", lambda folder: edit(folder, num_labels=2)),
     "a problem of no type": ("problem_type", lambda folder: edit(folder, problem_type="hard")),
