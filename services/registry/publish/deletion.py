@@ -29,6 +29,21 @@ _NUM_ENDED_AT_ONCE = 8
 """Ends that run at the same time."""
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Left:
+    """The versions that a deletion leaves."""
+
+    live: frozenset[int]
+    last: int
+    """Highest number of all versions, tombstones included."""
+    fallback: tuple[TagTarget, ...]
+    """Where `latest` points then; empty if there is no version that it may point at."""
+
+    def may_hold(self, number: int) -> bool:
+        """Whether a tag may go on pointing at a version: also at one that is newer than this."""
+        return number in self.live or number > self.last
+
+
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Deletion:
     """Deletes versions, and the tags that point at them."""
@@ -169,10 +184,17 @@ class Deletion:
         """Remove versions of one adapter, whose tombstones are written, from tags and index.
         `adapter` saves reading it: who could see a deleted version does not matter."""
         tenant, name = deleted[0].tenant, deleted[0].name
+        durable = not all(record.expires_s for record in deleted)
         items: list[Item] = []
+        left: _Left | None = None
         for tag in await self._all_tags(tenant, name):
-            moved = await self._release(tag, deleted, mover)
-            items += await self.versions.items_of_tag(moved) if moved is not None else []
+            moved = tag
+            while await self._has_lost(moved, deleted):
+                if left is None or moved is not tag:  # what is left has changed since
+                    left = await self._left(tenant, name)
+                moved = await self._release(moved, left, mover, durable=durable)
+            if moved is not tag:
+                items += await self.versions.items_of_tag(moved)
         if adapter is None:
             key = layout.adapter(tenant, name)
             adapter = await documents.read(self.store, key, AdapterRecord)
@@ -209,36 +231,39 @@ class Deletion:
         record = await documents.change(self.store, key, VersionRecord, step, durable=durable)
         return record if is_new else None
 
-    async def _release(
-        self, tag: TagRecord, deleted: Sequence[VersionRecord], mover: str
-    ) -> TagRecord | None:
-        """Remove deleted versions from a tag: `latest` falls back, other tags are deleted."""
+    async def _has_lost(self, tag: TagRecord, deleted: Sequence[VersionRecord]) -> bool:
+        """Whether a tag points at a version that is deleted."""
         numbers = {target.version for target in tag.targets}
-        if not numbers & {record.version for record in deleted}:
-            held = [await self.versions.read(tag.tenant, tag.name, each) for each in numbers]
-            if all(record is not None and not record.deleted for record in held):
-                return None
-        live = {record.version: record for record in await self._live(tag.tenant, tag.name)}
-        fallback: list[TagTarget] = []
-        barred = await self.rules.barred(tag.tenant, list(live.values())) if live else set()
-        if tag.tag == LATEST and live.keys() - barred:
-            newest = live[max(live.keys() - barred)]
-            fallback = [TagTarget(newest.version, newest.digest)]
+        if numbers & {record.version for record in deleted}:
+            return True
+        held = [await self.versions.read(tag.tenant, tag.name, each) for each in numbers]
+        return not all(record is not None and not record.deleted for record in held)
+
+    async def _left(self, tenant: str, name: str) -> _Left:
+        """What is left by the objects, because the index may lack the newest tombstone."""
+        folder = layout.versions_folder(tenant, name)
+        records = await documents.read_folder(self.store, folder, VersionRecord)
+        live = {record.version: record for record in records if not record.deleted}
+        barred = await self.rules.barred(tenant, list(live.values())) if live else set()
+        newest = live[max(live.keys() - barred)] if live.keys() - barred else None
+        fallback = (TagTarget(newest.version, newest.digest),) if newest else ()
+        return _Left(frozenset(live), max(r.version for r in records), fallback)
+
+    async def _release(
+        self, tag: TagRecord, left: _Left, mover: str, *, durable: bool
+    ) -> TagRecord:
+        """Move a tag off deleted versions: `latest` falls back, other tags are deleted."""
+        fallback = left.fallback if tag.tag == LATEST else ()
 
         def choose(current: TagRecord | None) -> Sequence[TagTarget] | None:
             held = current.targets if current is not None else ()
-            return None if all(target.version in live for target in held) else fallback
+            return None if all(left.may_hold(target.version) for target in held) else fallback
 
         address = TagAddress(tag.tenant, tag.name, tag.tag, tag.shown_name)
-        durable = not all(record.expires_s for record in deleted)
         move_id = secrets.token_hex(8)
-        return await self.tags.move(address, choose, mover, move_id, durable=durable)
-
-    async def _live(self, tenant: str, name: str) -> list[VersionRecord]:
-        """Live versions by the objects, because the index may lack the newest tombstone."""
-        folder = layout.versions_folder(tenant, name)
-        records = await documents.read_folder(self.store, folder, VersionRecord)
-        return [record for record in records if not record.deleted]
+        moved = await self.tags.move(address, choose, mover, move_id, durable=durable)
+        assert moved is not None, "tags are never removed"
+        return moved
 
     async def _all_tags(self, tenant: str, name: str) -> list[TagRecord]:
         folder = layout.tags_folder(tenant, name)
