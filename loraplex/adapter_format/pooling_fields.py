@@ -93,11 +93,12 @@ def _labels(reader: AdapterConfigReader) -> tuple[str, ...]:
         why = f'must name every label "0", "1"... in at most {MAX_LABEL_CHARS} characters'
         reader.refuse("id2label", value, why)
         return ()
-    if sum(map(len, names)) > MAX_ALL_LABELS_CHARS:
+    labels = tuple(str(name) for name in names)
+    if sum(map(len, labels)) > MAX_ALL_LABELS_CHARS:
         why = f"the names have more than {MAX_ALL_LABELS_CHARS} characters together; shorten them"
-        reader.refuse("id2label", f"{len(names)} labels", why)
+        reader.refuse("id2label", f"{len(labels)} labels", why)
         return ()
-    return tuple(str(name) for name in names)
+    return labels
 
 
 def _integer(reader: AdapterConfigReader, name: str, least: int) -> int | None:

@@ -110,8 +110,9 @@ def source() -> Source:
 def fetcher(source: Source, tmp_path: Path) -> Iterator[AdapterFetcher]:
     """A fetcher whose device has space."""
     disk = DiskCache(tmp_path, 1 << 20, lambda digest: None)
-    parts: Any = StatusBoard(), Engine(), source, disk
-    made = AdapterFetcher(*parts, asyncio.ensure_future)
+    engine: Any = Engine()
+    fetches: Any = source
+    made = AdapterFetcher(StatusBoard(), engine, fetches, disk, asyncio.ensure_future)
     made._status.load = WorkerLoad(free_blocks=100)
     made._pages_per_block, made._page_bytes, made._max_lora_bytes = 32, 1, 100
     yield made
