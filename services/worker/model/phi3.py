@@ -15,7 +15,10 @@ NAMES = LayerNames(fused_qkv=True)
 def read_config(reader: ModelConfigReader, eos_token_ids: tuple[int, ...]) -> ModelConfig:
     """Translate config.json."""
     defaults = Defaults(
-        norm_eps=1e-5, max_position_embeddings=4096, original_max_position_embeddings=4096
+        norm_eps=1e-5,
+        max_position_embeddings=4096,
+        original_max_position_embeddings=4096,
+        rotates_part=True,
     )
     config = read_plain(reader, "phi3", eos_token_ids, defaults)
     reader.get("original_max_position_embeddings")  # written without scaling, too

@@ -28,6 +28,8 @@ class Defaults:
     rope_theta: float = 10000.0
     original_max_position_embeddings: int | None = None
     """Original context of a scaled rotary embedding; None = the family has no such key."""
+    rotates_part: bool = False
+    """Whether `partial_rotary_factor` is read: a part of each head may rotate."""
 
 
 def read_plain(
@@ -46,6 +48,9 @@ def read_plain(
     head_dim = reader.integer("head_dim", absent.head_dim or hidden_size // num_heads)
     num_layers = reader.integer("num_hidden_layers")
     original = absent.original_max_position_embeddings
+    rope = read_rope(
+        reader, head_dim, absent.rope_theta, original, rotates_part=absent.rotates_part
+    )
     return ModelConfig(
         model_type=model_type,
         vocab_size=reader.integer("vocab_size"),
@@ -62,7 +67,7 @@ def read_plain(
         tied_embeddings=reader.flag("tie_word_embeddings", absent.tied_embeddings),
         eos_token_ids=eos_token_ids,
         windows=(None,) * num_layers,
-        ropes=(read_rope(reader, head_dim, absent.rope_theta, original),) * num_layers,
+        ropes=(rope,) * num_layers,
         attention_scale=head_dim**-0.5,
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from loraplex_services.worker.model.config_reader import ModelConfigReader
@@ -23,13 +24,26 @@ def read_config(reader: ModelConfigReader, eos_token_ids: tuple[int, ...]) -> Mo
     return replace(config, qkv_bias=True, windows=read_windows(reader, config.num_layers))
 
 
-def read_windows(reader: ModelConfigReader, num_layers: int) -> tuple[int | None, ...]:
-    """Windows on layers from `max_window_layers` on, where `use_sliding_window` says so."""
+def read_windows(
+    reader: ModelConfigReader,
+    num_layers: int,
+    slides: Callable[[int, int], bool] = lambda layer, first: layer >= first,
+) -> tuple[int | None, ...]:
+    """The window of each layer, if `use_sliding_window` is true.
+
+    Args:
+        slides: whether a layer has the window if the file has no `layer_types`, given its index and
+            `max_window_layers`.
+    """
     first = int(reader.get("max_window_layers", 28))
-    window = reader.get("sliding_window", 4096)
-    is_sliding = reader.flag("use_sliding_window", False)
-    default = [SLIDING if is_sliding and layer >= first else FULL for layer in range(num_layers)]
+    window: int | None = None
+    if reader.flag("use_sliding_window", False) and not reader.is_null("sliding_window"):
+        window = reader.integer("sliding_window", 4096)
+    reader.get("sliding_window")  # written without use_sliding_window, too
+    default = [SLIDING if window and slides(layer, first) else FULL for layer in range(num_layers)]
     types = read_layer_types(reader, num_layers, default)
-    if not is_sliding and SLIDING in types:
-        raise reader.refuse("layer_types", SLIDING, "contradicts use_sliding_window: false")
-    return windows_of(types, window)
+    if window is not None:
+        return windows_of(types, window)
+    if SLIDING in types:
+        raise reader.refuse("layer_types", SLIDING, "contradicts a config without a window")
+    return (None,) * num_layers

@@ -23,7 +23,7 @@ from loraplex_services.worker.types.model_config import ModelConfig, RecurrenceC
 from loraplex_services.worker.types.sharding import Cut, Segments, local_recurrence
 
 RECURRENT = "linear_attention"
-DEFAULTS = Defaults(head_dim=256, max_position_embeddings=32768)
+DEFAULTS = Defaults(head_dim=256, max_position_embeddings=32768, rotates_part=True)
 PARTIAL_ROTARY = 0.25
 OF_OTHER_PARTS = (
     "mtp_num_hidden_layers",

@@ -19,13 +19,24 @@ def read_qwen2_config(reader: ModelConfigReader, eos_token_ids: tuple[int, ...])
     config = qwen2.read_config(reader, eos_token_ids)
     moe = read_moe(reader, config, 4, 60, shared_size=5632)
     has_bias = reader.flag("qkv_bias", True)
-    return replace(config, model_type="qwen2_moe", qkv_bias=has_bias, moe=moe)
+    windows = qwen2.read_windows(reader, config.num_layers, _slides_in_qwen2)
+    return replace(config, model_type="qwen2_moe", qkv_bias=has_bias, moe=moe, windows=windows)
+
+
+def _slides_in_qwen2(layer: int, first: int) -> bool:
+    """Every other layer below `max_window_layers` has the window, where dense bases have it from
+    this layer on."""
+    return layer % 2 == 0 and layer < first
 
 
 def read_qwen3_config(reader: ModelConfigReader, eos_token_ids: tuple[int, ...]) -> ModelConfig:
     """Translate config.json of Qwen 3 MoE."""
-    config = qwen3.read_config(reader, eos_token_ids, default_head_dim=None)
-    return replace(config, model_type="qwen3_moe", moe=read_moe(reader, config, 8, 128))
+    reader.get("layer_types")  # the library does not read it here: all layers have the window
+    own = reader.without("layer_types")
+    config = qwen3.read_config(own, eos_token_ids, default_head_dim=None)
+    windows = qwen2.read_windows(own, config.num_layers, lambda layer, first: True)
+    moe = read_moe(own, config, 8, 128)
+    return replace(config, model_type="qwen3_moe", moe=moe, windows=windows)
 
 
 def read_moe(

@@ -31,9 +31,10 @@ _OPTIONAL = {
 }
 _OLD_NAMES = {"su": "longrope"}
 _ORIGINAL = "original_max_position_embeddings"
+_PARTIAL = "partial_rotary_factor"
 _WITH_ORIGINAL = ("llama3", "yarn", "longrope")
 _NO_NUMBERS = frozenset({"short_factor", "long_factor", "truncate"})
-_SPELLINGS = frozenset({"type", "rope_type", "rope_theta", "partial_rotary_factor"})
+_SPELLINGS = frozenset({"type", "rope_type", "rope_theta", _PARTIAL})
 
 
 def read_rope(
@@ -41,17 +42,28 @@ def read_rope(
     head_dim: int,
     default_theta: float = 10000.0,
     default_original: int | None = None,
+    *,
+    rotates_part: bool = True,
 ) -> RopeConfig:
     """The one rotary embedding of a model whose layers share it.
 
-    `default_original`: what an absent `original_max_position_embeddings` of the config means, in
-    families that have the key.
+    Args:
+        default_original: what an absent `original_max_position_embeddings` of the config means, in
+            families that have the key.
+        rotates_part: whether the family reads `partial_rotary_factor`. In others, the library
+            ignores it without a scaling method, and fails with one.
     """
     theta = reader.number("rope_theta", default_theta)
-    partial = reader.number("partial_rotary_factor", 1.0)
+    partial = reader.number(_PARTIAL, 1.0)
     params = rope_parameters(reader, {})
     if not isinstance(params, dict):
         raise reader.refuse("rope_parameters", params, "must be an object")
+    if not rotates_part:
+        part = _positive(reader, _PARTIAL, params.get(_PARTIAL, partial))
+        if kind_of(params) != "default" and part != 1.0:
+            why = "is not served: this family rotates whole heads"
+            raise reader.refuse(f"rope_parameters.{_PARTIAL}", part, why)
+        params, partial = {k: v for k, v in params.items() if k != _PARTIAL}, 1.0
     if kind_of(params) in _WITH_ORIGINAL:
         params = _with_original(reader, params, default_original)
     return rope_from_params(reader, params, head_dim, theta, partial)
@@ -112,7 +124,7 @@ def rope_from_params(
             if key not in _NO_NUMBERS:
                 _positive(reader, key, value)
     theta = _positive(reader, "rope_theta", params.get("rope_theta", theta))
-    part = _positive(reader, "partial_rotary_factor", params.get("partial_rotary_factor", partial))
+    part = _positive(reader, _PARTIAL, params.get(_PARTIAL, partial))
     dim = int(head_dim * part)
     if kind == "proportional":  # rotates the first pairs of a whole head
         dim, kept["num_pairs"] = head_dim, int(part * head_dim // 2)

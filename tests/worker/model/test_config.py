@@ -130,6 +130,47 @@ def test_a_null_window_of_mistral_differs_from_an_absent_one(tmp_path):
     assert null.windows == (None, None)
 
 
+@pytest.mark.parametrize("first", [0, 2, 28])
+@pytest.mark.parametrize("name", ["Qwen2Config", "Qwen3Config", "Qwen2MoeConfig", "Qwen3MoeConfig"])
+def test_windows_without_layer_types_are_those_of_transformers(tmp_path, name, first):
+    transformers = pytest.importorskip("transformers")
+    sizes = {"num_hidden_layers": 5, "sliding_window": 64, "max_window_layers": first}
+    written = getattr(transformers, name)(use_sliding_window=True, **sizes).to_dict()
+    written = {key: value for key, value in written.items() if key != "layer_types"}
+    for window in (64, None):
+        (tmp_path / "config.json").write_text(json.dumps({**written, "sliding_window": window}))
+        theirs = transformers.AutoConfig.from_pretrained(tmp_path)
+        full = "full_attention" if theirs.sliding_window is None else "sliding_attention"
+        types = getattr(theirs, "layer_types", None) or [full] * 5  # not read in Qwen 3 MoE
+        if theirs.sliding_window is None and "sliding_attention" in types:
+            continue  # Qwen 2 MoE, with which transformers fails
+        expected = [window if kind == "sliding_attention" else None for kind in types]
+        _, ours = read_model_config(tmp_path)
+        assert list(ours.windows) == expected
+
+
+def test_layers_that_slide_without_a_window_are_refused_by_name(tmp_path):
+    types = ["sliding_attention", "full_attention"]
+    for fields in ({"use_sliding_window": False}, {"sliding_window": None}):
+        file = {"use_sliding_window": True, "layer_types": types, **fields}
+        with pytest.raises(Unsupported) as error:
+            read_model_config(write(tmp_path, model_type="qwen2", **file))
+        assert field_of(error) == "config.json:layer_types"
+
+
+def test_a_family_without_partial_rotation_ignores_the_key_or_refuses_it_as_transformers_fails(
+    tmp_path,
+):
+    part = {"partial_rotary_factor": 0.5}
+    _, llama = read_model_config(write(tmp_path, **part))
+    _, phi3 = read_model_config(write(tmp_path, model_type="phi3", **part))
+    assert (llama.ropes[0].dim, phi3.ropes[0].dim) == (8, 4)
+    scaled = {"rope_parameters": {"rope_type": "linear", "factor": 2.0, **part}}
+    with pytest.raises(Unsupported) as error:
+        read_model_config(write(tmp_path, **scaled))
+    assert field_of(error) == "config.json:rope_parameters.partial_rotary_factor"
+
+
 def test_what_a_rope_leaves_out_is_the_context_as_in_transformers(tmp_path):
     yarn = {"rope_type": "yarn", "factor": 2.0}
     _, config = read_model_config(
