@@ -25,6 +25,15 @@ LIBRARY_TYPES = frozenset(
 )
 """Text models that are compared with PEFT through the transformers library."""
 
+TIED_TYPES = frozenset(
+    """
+    cohere cohere2 ernie4_5 falcon gemma gemma2 gemma3_text gemma4_text gemma4_unified_text gpt2 opt
+    smollm3 starcoder2
+    """.split()
+)
+"""Types of these whose head is the embedding if config.json lacks `tie_word_embeddings`. Files may
+hold a copy of the table for the head."""
+
 
 def check_served_type(model_type: str) -> None:
     """Refuse a base whose text model may be of a type that no worker serves.

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from loraplex.adapter_format.base_types import TIED_TYPES
 from loraplex.adapter_format.quantisation import Quantisation, read_quantisation
 from loraplex.adapter_format.quantised_tensors import logical_tensors
 from loraplex.adapter_format.safetensors_header import (
@@ -135,8 +136,9 @@ def geometry_from_folder(path: Path) -> Geometry:
     is_gpt2 = config.get("model_type") == _GPT2
     if is_gpt2:
         tensors = _of_gpt2(tensors)
-    tied = config.get("tie_word_embeddings", _tied_by_default(tensors)) is True
-    modules = _modules(tensors, tied, config.get("model_type"))
+    model_type = config.get("model_type")
+    tied = config.get("tie_word_embeddings", _tied_by_default(model_type, tensors)) is True
+    modules = _modules(tensors, tied, model_type)
     return Geometry(
         model_type=_string(config, "model_type"),
         fingerprint=_fingerprint(config, modules, quantisation),
@@ -237,9 +239,10 @@ def _of_gpt2(tensors: dict[str, TensorInfo]) -> dict[str, TensorInfo]:
     return named
 
 
-def _tied_by_default(tensors: dict[str, TensorInfo]) -> bool:
-    """Whether the head is shared where the config does not say: then a missing head is."""
-    return not any(_last_part(_module_of(name)) in _LM_HEAD_NAMES for name in tensors)
+def _tied_by_default(model_type: object, tensors: dict[str, TensorInfo]) -> bool:
+    """Whether the head is shared where the config does not say: a missing one is, in any family."""
+    has_head = any(_last_part(_module_of(name)) in _LM_HEAD_NAMES for name in tensors)
+    return model_type in TIED_TYPES or not has_head
 
 
 def _modules(tensors: dict[str, TensorInfo], tied: bool, model_type: object) -> tuple[Module, ...]:

@@ -50,6 +50,15 @@ def test_every_weight_becomes_a_module(tmp_path: Path) -> None:
     assert (geometry.num_layers, geometry.vocab_size) == (1, 16)
 
 
+@pytest.mark.parametrize(("model_type", "is_tied"), [("gemma2", True), ("llama", False)])
+def test_a_config_without_the_key_ties_the_head_as_its_family_does_although_files_have_a_copy(
+    model_type: str, is_tied: bool, tmp_path: Path
+) -> None:
+    config = {k: v for k, v in CONFIG.items() if k != "tie_word_embeddings"}
+    geometry = geometry_from_folder(write(tmp_path, {**config, "model_type": model_type}))
+    assert geometry.tied_embeddings == is_tied
+
+
 def test_a_tied_head_is_a_module_without_a_tensor(tmp_path: Path) -> None:
     tensors = {name: t for name, t in TENSORS.items() if name != "lm_head.weight"}
     tied = geometry_from_folder(write(tmp_path, {**CONFIG, "tie_word_embeddings": True}, tensors))

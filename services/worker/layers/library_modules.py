@@ -194,6 +194,7 @@ def attend(
     current: CurrentPass = module.loraplex_pass
     width = value.shape[-1]
     if current.batch is None:
+        others["attention_mask"] = attention_mask  # None, unless a class makes one of its own
         _note(current, module, query, key, value, scaling, sliding_window, softcap, s_aux, others)
         return query.new_zeros(query.shape).transpose(1, 2)[..., :width], None
     if width < key.shape[-1]:

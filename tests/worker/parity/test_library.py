@@ -13,7 +13,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from loraplex.adapter_format.base_types import LIBRARY_TYPES
+from loraplex.adapter_format.base_types import LIBRARY_TYPES, NATIVE_TYPES, TIED_TYPES
 from loraplex.errors import InvalidAdapter, InvalidRequest, Unsupported
 from loraplex_services.worker.runner.building import build_runner
 from tests.worker.parity.adapters import make_adapter
@@ -85,6 +85,7 @@ def save(class_name: str, folder: Path, **changes: object) -> Path:
         ("BloomConfig", {}, "'bloom' computes attention in a way .* lists the types"),
         ("FalconConfig", {"alibi": True}, "add no biases to scores"),
         ("Llama4TextConfig", {"attention_chunk_size": None}, "is required by chunked_attention"),
+        ("DogeConfig", {"num_experts": 2}, "attention_mask"),
         ("MambaConfig", {}, "layers of this type"),
         ("HunYuanMoEV1Config", {"num_experts": 2, "moe_topk": 1, "head_dim": 16}, "no attribute"),
         ("HeliumConfig", {"head_dim": 32}, "cannot be run in this way: mat1 and mat2"),
@@ -107,6 +108,12 @@ def test_classes_that_cannot_be_served_are_refused_naming_the_reason(
 def test_the_types_that_can_be_registered_are_those_that_are_compared_here():
     compared = {config_of(name).get_text_config().model_type for name in LIBRARY_BASES}
     assert compared == LIBRARY_TYPES
+
+
+def test_types_whose_head_is_the_embedding_by_default_are_those_of_the_library():
+    defaults = transformers.CONFIG_MAPPING
+    tied = {t for t in LIBRARY_TYPES | NATIVE_TYPES if defaults[t]().tie_word_embeddings}
+    assert tied == TIED_TYPES
 
 
 def test_a_multimodal_base_is_refused_by_name(tmp_path):
