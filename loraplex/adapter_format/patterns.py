@@ -28,12 +28,17 @@ PLAIN_NAME = re.compile(r"[A-Za-z0-9_]+(\.[A-Za-z0-9_]+)*", re.ASCII)
 _FIRST_NUMBER = re.compile(r".*?\.[^.]*\.(?P<idx>\d+)\.")
 
 DEFAULT_TARGETS: dict[str, tuple[str, ...]] = {
+    "falcon": ("query_key_value",),
     "gemma": ("q_proj", "v_proj"),
     "gemma2": ("q_proj", "v_proj"),
     "gemma3_text": ("q_proj", "v_proj"),
+    "gpt2": ("c_attn",),
+    "gpt_neox": ("query_key_value",),
     "llama": ("q_proj", "v_proj"),
     "mistral": ("q_proj", "v_proj"),
     "mixtral": ("q_proj", "v_proj"),
+    "opt": ("q_proj", "v_proj"),
+    "phi": ("q_proj", "v_proj", "fc1", "fc2"),
     "qwen2": ("q_proj", "v_proj"),
     "qwen3": ("q_proj", "v_proj"),
 }

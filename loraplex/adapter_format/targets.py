@@ -44,6 +44,8 @@ def check_targets(
         for module in adapted.values():
             if not _is_selected(config, selector, module, base):
                 _refuse_unselected(module, findings)
+            elif _is_selected_twice(config, selector, module, base):
+                _refuse_selected_twice(module, findings)
         linear = [name for name, module in base.items() if module.kind == LINEAR]
         parts = dict(map(parameter_part, linear)) if config.target_parameters else {}
         if not any(is_expert(name) for name, module in adapted.items() if module.expert is None):
@@ -77,6 +79,17 @@ def _is_selected(
     return any(selector.selects(other.name, other) for other in embeddings)
 
 
+def _is_selected_twice(
+    config: AdapterConfig,
+    selector: Selector,
+    module: AdapterModule,
+    base: Mapping[str, Module],
+) -> bool:
+    """True if a linear is named by target_modules and its weight by target_parameters."""
+    is_linear = module.expert is None and targets_parameter(config, peft_parameter(module.name))
+    return is_linear and selector.selects(module.name, base.get(module.name))
+
+
 def selector_of(config: AdapterConfig, targets: Names) -> Selector:
     """PEFT's rules of selection, as the config sets them."""
     excluded = config.exclude_modules
@@ -96,6 +109,8 @@ def _effective_targets(
     if config.target_modules is not None or geometry is None:
         return config.target_modules
     targets = DEFAULT_TARGETS.get(geometry.model_type)
+    if targets is None and config.target_parameters:
+        return ()
     if targets is None:
         hint = f"is needed: PEFT has no default for {geometry.model_type!r}"
         findings.refuse(f"{CONFIG_FILE}:target_modules", None, hint)
@@ -127,6 +142,14 @@ def _refuse_unselected(module: AdapterModule, findings: Findings) -> None:
         module.name,
         "is not selected by target_modules (with exclude_modules, layers_to_transform and "
         "modules_to_save), so PEFT would not load it; correct adapter_config.json",
+    )
+
+
+def _refuse_selected_twice(module: AdapterModule, findings: Findings) -> None:
+    findings.refuse(
+        f"{CONFIG_FILE}:target_parameters",
+        peft_parameter(module.name),
+        f"is the weight of {module.name}, which target_modules selects as well; PEFT refuses both",
     )
 
 

@@ -96,6 +96,15 @@ def test_parameters_go_with_no_variant(field: str) -> None:
     assert f"adapter_config.json:{field}" in fields
 
 
+def test_a_linear_that_two_fields_select_is_refused_as_peft_refuses_it() -> None:
+    adapter = Adapter().with_config(target_parameters=["self_attn.q_proj.weight"])
+    with pytest.raises(InvalidAdapter) as caught:
+        adapter.validate(sparse_geometry())
+    fields = {violation.field for violation in caught.value.violations}
+    assert fields == {"adapter_config.json:target_parameters"}
+    adapter.with_config(exclude_modules=["q_proj"]).validate(sparse_geometry())
+
+
 @pytest.mark.parametrize("parameter", ["gate_up_proj", "down_proj"])
 def test_whole_experts_in_modules_to_save_are_refused_with_the_way_out(parameter: str) -> None:
     name = f"{CONTAINER}.{parameter}"
