@@ -65,6 +65,34 @@ class Nothing:
         return (object,)
 
 
+class Switches:
+    """vLLM's settings as they are by default: off, and no folder."""
+
+    def __getattr__(self, name: str) -> bool | None:
+        return None if name.endswith("_FOLDER") else False
+
+
+class Platform(Nothing):
+    """What kernels ask about the device. Triton takes the answers as constants, which must not be
+    `Nothing`."""
+
+    def is_cuda(self) -> bool:
+        return torch.cuda.is_available()
+
+    def has_device_capability(self, number: int) -> bool:
+        """Whether it is of sm_`number` or later."""
+        major, minor = torch.cuda.get_device_capability()
+        return 10 * major + minor >= number
+
+
+def _tensor(data: Any, device: Any = None, dtype: torch.dtype | None = None) -> Tensor:
+    return torch.tensor(data, dtype=dtype, device=device)
+
+
+OF_VLLM = {"envs": Switches(), "current_platform": Platform(), "async_tensor_h2d": _tensor}
+"""What vLLM's kernels import and need."""
+
+
 def _as_is(function_or_key: Any) -> Any:
     """A decorator with or without arguments that changes nothing."""
     is_kernel = isinstance(function_or_key, triton.runtime.KernelInterface)
@@ -112,6 +140,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             "direct_register_custom_op": _not_registered,
             "cached_triton_kernel": _as_is,
             "get_device_name": _device_name,
+            **(OF_VLLM if self.package == "vllm" else {}),
         }
         module.__dict__.update(known, __getattr__=_nothing)
         return module

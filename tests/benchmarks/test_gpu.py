@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from argparse import Namespace
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 import pytest
@@ -211,6 +212,18 @@ def test_kernels_of_others_that_are_not_there_are_named(tmp_path):
         (folder / file).write_text("from vllm.elsewhere import _lora_shrink\n")
     with pytest.raises(peers.MissingKernels, match="shim"):
         peers.load("vllm", tmp_path, [], 1)
+
+
+def test_kernels_of_others_get_answers_that_triton_takes_as_constants(tmp_path):
+    pytest.importorskip("triton", reason="Triton has wheels for Linux only")
+    from benchmarks.gpu import peers
+
+    shim = peers._Finder("vllm", tmp_path).create_module(ModuleSpec("vllm", None))
+    assert shim.envs.VLLM_LORA_ENABLE_DUAL_STREAM is False
+    assert shim.envs.VLLM_TUNED_CONFIG_FOLDER is None
+    assert shim.current_platform.is_cuda() is torch.cuda.is_available()
+    addresses = shim.async_tensor_h2d([1 << 63], dtype=torch.uint64, device="cpu")
+    assert addresses.tolist() == [1 << 63]
 
 
 def test_a_kernel_is_told_by_its_position_in_a_layer():
