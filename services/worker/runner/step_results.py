@@ -109,8 +109,6 @@ def choose(
         return model.logits(*select_rows(hidden, lora, token_rows))
 
     def best_of(token_rows: Tensor) -> Tensor | None:
-        if not model.finds_best:
-            return None
         return model.best_tokens(*select_rows(hidden, lora, token_rows))
 
     rows = step.plan.rows
@@ -129,7 +127,8 @@ def choose(
     scores = _score_prompts(rows[: step.plan.num_contexts], logits_of)
     token_rows = torch.from_numpy(last_rows)
     if shared is None:
-        choices = sample(token_rows, tokens, logits_of, eos_ids, draws, best_of)
+        best = best_of if model.finds_best else None
+        choices = sample(token_rows, tokens, logits_of, eos_ids, draws, best)
     else:
         choices = shared.choose(token_rows, tokens, hidden, lora, logits_of, eos_ids)
     pooled = pool(rows, hidden, lora, model.scores) if step.plan.num_contexts else None

@@ -46,7 +46,8 @@ LogitsOf = Callable[[Tensor], Tensor]
 host: asking a device for them would wait for the step."""
 
 BestOf = Callable[[Tensor], Tensor | None]
-"""Maps token rows to the first best of their logits, int64 `[n]`; None if that is not faster."""
+"""Maps token rows to the first best of their logits, int64 `[n]`; None if an adapter of these rows
+changes the head."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +111,7 @@ def sample(
     logits_of: LogitsOf,
     eos_ids: Sequence[int],
     operators: DrawOperators = TORCH_DRAWS,
-    best_of: BestOf = lambda _: None,
+    best_of: BestOf | None = None,
 ) -> Choices:
     """Choose each of `tokens`.
 
@@ -118,13 +119,14 @@ def sample(
         token_rows: int64 `[N]`, each request's last token in the batch.
         eos_ids: masked, like stop tokens, until a request's `min_tokens` are there.
         operators: what rows with a temperature are truncated and drawn by.
-        best_of: used where the best logit of each row is all that is needed.
+        best_of: used where the best logit of each row is all that is needed; None = nothing finds
+            it without logits.
     """
     token_ids, chunks = [], []
     for begin in range(0, len(tokens), MAX_LOGIT_ROWS):
         end = begin + MAX_LOGIT_ROWS
         ids = None
-        if all(map(_takes_best, tokens[begin:end])):
+        if best_of is not None and all(map(_takes_best, tokens[begin:end])):
             ids = best_of(token_rows[begin:end])
         if ids is not None:
             chunk = ChosenChunk(to_host(ids), (), None, (), None)
