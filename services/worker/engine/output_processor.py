@@ -88,7 +88,8 @@ class OutputProcessor:
         if request.sampling.max_tokens == 0:
             return True
         try:
-            if sampled.token_id is None or any(each.token_id is None for each in sampled.further):
+            further = sampled.further
+            if sampled.token_id is None or (further and any(x.token_id is None for x in further)):
                 raise _no_allowed_token(request)
             if request.constraint is not None:
                 self._grammars.advance(request, [sampled.token_id])
@@ -143,7 +144,9 @@ class OutputProcessor:
             self._scheduler.times.prefilled(num_tokens, now - started_s)
         position = len(request.output_ids)
         token_ids, logprobs, reason = self._take(request, sampled)
-        experts = self._take_experts(row, sampled, max(0, len(token_ids) - 1))
+        experts = None
+        if request.routed_from is not None:
+            experts = self._take_experts(row, sampled, max(0, len(token_ids) - 1))
         prompt_logprobs = self._prompt_logprobs.pop(request.request_id, None)
         vector = self._vector(request, sampled)
         if reason:

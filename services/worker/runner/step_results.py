@@ -67,15 +67,15 @@ class StepResults:
             further = _further(row, token_id, sampled) if row.drafts else ()
             proposal = self.proposals.get(len(out))
             name, own = row.request.request_id, tuple(scored)
-            begin, end = end, end + row.num_tokens
-            last = further, proposal, self._experts_of(row, begin, end)
-            out.append(SampledRow(name, token_id, logprobs, own, vector, *last))
+            experts = b""
+            if self.experts is not None:
+                begin, end = end, end + row.num_tokens
+                if row.request.routed_from is not None:
+                    experts = self.experts[begin:end].numpy().tobytes()
+            out.append(
+                SampledRow(name, token_id, logprobs, own, vector, further, proposal, experts)
+            )
         return out
-
-    def _experts_of(self, row: PlannedRow, begin: int, end: int) -> bytes:
-        if self.experts is None or row.request.routed_from is None:
-            return b""
-        return self.experts[begin:end].numpy().tobytes()
 
 
 def choose(
