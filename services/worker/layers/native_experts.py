@@ -13,7 +13,6 @@ from loraplex_services.worker.layers.lora_linear import LoraLinear
 from loraplex_services.worker.layers.moe import Expert
 from loraplex_services.worker.native.bindings import Native, row_stride
 from loraplex_services.worker.native.elementwise import Operation
-from loraplex_services.worker.native.library import DTYPE_CODES
 from loraplex_services.worker.ops.activation.torch import GELU_TANH, Activation
 from loraplex_services.worker.ops.linear.cpu import CodedLinear, PackedLinear, TiledLinear
 from loraplex_services.worker.ops.linear.torch import BaseLinear
@@ -35,18 +34,8 @@ def choose_experts(
     num_rows, num_experts = scores.shape
     chosen = torch.empty(num_rows, num_active, dtype=torch.int64)
     weights = torch.empty(num_rows, num_active, dtype=torch.float32)
-    native.kernel("choose_experts")(
-        scores.data_ptr(),
-        row_stride(scores),
-        DTYPE_CODES[scores.dtype],
-        num_rows,
-        num_experts,
-        num_active,
-        renormalise,
-        None if factors is None else factors.data_ptr(),
-        chosen.data_ptr(),
-        weights.data_ptr(),
-    )
+    rows = scores, row_stride(scores), scores.dtype, num_rows, num_experts
+    native.call("choose_experts", *rows, num_active, renormalise, factors, chosen, weights)
     return chosen, weights
 
 
@@ -94,26 +83,14 @@ class NativeExperts:
     def forward(self, x: Tensor, chosen: Tensor, weights: Tensor, lora: LoraBatch) -> Tensor:
         """See ExpertMlps."""
         y = torch.empty(x.shape, dtype=x.dtype)
-        runs = lora.packed_runs if lora.runs else None
-        self._native.kernel("experts")(
-            x.data_ptr(),
-            row_stride(x),
-            chosen.data_ptr(),
-            weights.data_ptr(),
-            chosen.shape[1],
-            self._words.data_ptr(),
-            len(self.experts),
-            x.shape[1],
-            self.experts[0].down.base.in_features,
-            self._gate.operation,
-            self._gate.alpha,
-            self._gate.limit,
-            y.data_ptr(),
-            row_stride(y),
-            DTYPE_CODES[x.dtype],
-            len(x),
-            None if runs is None else runs.data_ptr(),
-            0 if runs is None else len(runs),
+        widths = x.shape[1], self.experts[0].down.base.in_features
+        gate = self._gate.operation, self._gate.alpha, self._gate.limit
+        runs = (lora.packed_runs, len(lora.packed_runs)) if lora.runs else (None, 0)
+        self._native.call(
+            "experts",
+            *(x, row_stride(x), chosen, weights, chosen.shape[1]),
+            *(self._words, len(self.experts), *widths, *gate),
+            *(y, row_stride(y), x.dtype, len(x), *runs),
         )
         return y
 

@@ -29,6 +29,8 @@ logger = logging.getLogger(__name__)
 
 TILE_ROWS, TILE_INPUTS = 16, 32
 """Outputs and inputs of one tile of a packed weight (`native/src/tiles.h`)."""
+Argument = Tensor | torch.dtype | float | None
+"""What kernels are called with."""
 INVERSES, LOGS = torch.tensor(fixed_log.INVERSES), torch.tensor(fixed_log.LOGS)
 
 
@@ -68,8 +70,7 @@ class Native:
         """`[out, in]` in the order that `linear` reads; a vector of the same dtype."""
         weight = weight.contiguous()
         packed = self.weights.take(self._library.lpx_packed_items(*weight.shape), weight.dtype)
-        code = DTYPE_CODES[weight.dtype]
-        self._library.lpx_pack(weight.data_ptr(), code, *weight.shape, packed.data_ptr())
+        self.call("pack", weight, weight.dtype, *weight.shape, packed)
         return packed
 
     def unpack_rows(self, packed: Tensor, num_inputs: int, begin: int, end: int) -> Tensor:
@@ -85,20 +86,9 @@ class Native:
 
     def linear(self, x: Tensor, packed: Tensor, num_outputs: int) -> Tensor:
         """`[T, in]` times a packed weight: fresh `[T, out]`."""
-        num_rows, num_inputs = x.shape
-        y = torch.empty(num_rows, num_outputs, dtype=x.dtype)
-        self._kernels.lpx_linear(
-            x.data_ptr(),
-            row_stride(x),
-            packed.data_ptr(),
-            DTYPE_CODES[packed.dtype],
-            y.data_ptr(),
-            num_outputs,
-            DTYPE_CODES[x.dtype],
-            num_rows,
-            num_inputs,
-            num_outputs,
-        )
+        y = torch.empty(len(x), num_outputs, dtype=x.dtype)
+        sizes = *x.shape, num_outputs
+        self.call("linear", x, row_stride(x), packed, packed.dtype, y, num_outputs, x.dtype, *sizes)
         return y
 
     def pack_tiles(self, weight: Tensor) -> Tensor:
@@ -106,7 +96,7 @@ class Native:
         assert self.has_tiles and weight.dtype is torch.bfloat16, (self.isa, weight.dtype)
         weight = weight.contiguous()
         packed = self.weights.take(self._library.lpx_tile_items(*weight.shape), torch.bfloat16)
-        self._library.lpx_pack_tiles(weight.data_ptr(), *weight.shape, packed.data_ptr())
+        self.call("pack_tiles", weight, *weight.shape, packed)
         return packed
 
     def unpack_tile_rows(self, packed: Tensor, num_inputs: int, begin: int, end: int) -> Tensor:
@@ -123,26 +113,16 @@ class Native:
     ) -> Tensor:
         """bfloat16 `[T, in]` times a weight packed in tiles: fresh `[T, out]` of `dtype`."""
         assert x.dtype is torch.bfloat16, x.dtype
-        num_rows, num_inputs = x.shape
-        y = torch.empty(num_rows, num_outputs, dtype=dtype)
-        self._kernels.lpx_linear_tiles(
-            x.data_ptr(),
-            row_stride(x),
-            packed.data_ptr(),
-            y.data_ptr(),
-            num_outputs,
-            DTYPE_CODES[dtype],
-            num_rows,
-            num_inputs,
-            num_outputs,
-        )
+        y = torch.empty(len(x), num_outputs, dtype=dtype)
+        sizes = *x.shape, num_outputs
+        self.call("linear_tiles", x, row_stride(x), packed, y, num_outputs, dtype, *sizes)
         return y
 
     def pack_codes(self, codes: Tensor, kind: CodeKind) -> Tensor:
         """uint8 `[out, in]`, a code in each, in the order that `linear_codes` reads; bytes."""
         codes = codes.contiguous()
         packed = self.weights.take(self._library.lpx_code_bytes(*codes.shape, kind), torch.uint8)
-        self._library.lpx_pack_codes(codes.data_ptr(), *codes.shape, kind, packed.data_ptr())
+        self.call("pack_codes", codes, *codes.shape, kind, packed)
         return packed
 
     def linear_codes(self, x: Tensor, weight: PackedCodes) -> Tensor:
@@ -158,30 +138,13 @@ class Native:
         return outputs
 
     def _multiply_codes(self, kernel: str, x: Tensor, weight: PackedCodes, result: Tensor) -> None:
-        self.kernel(kernel)(
-            x.data_ptr(),
-            row_stride(x),
-            *weight.words,
-            result.data_ptr(),
-            DTYPE_CODES[x.dtype],
-            *x.shape,
-            weight.out_features,
-        )
+        sizes = *x.shape, weight.out_features
+        self.call(kernel, x, row_stride(x), *weight.words, result, x.dtype, *sizes)
 
     def add_lora(self, y: Tensor, x: Tensor, site_id: int, runs: Tensor) -> None:
         """See `ops/lora`. y `[T, out]` is mutated; `runs` as `records.pack_runs` makes them."""
-        self._kernels.lpx_add_lora(
-            x.data_ptr(),
-            row_stride(x),
-            x.shape[1],
-            y.data_ptr(),
-            row_stride(y),
-            y.shape[1],
-            DTYPE_CODES[y.dtype],
-            site_id,
-            runs.data_ptr(),
-            len(runs),
-        )
+        rows = x, row_stride(x), x.shape[1], y, row_stride(y), y.shape[1], y.dtype
+        self.call("add_lora", *rows, site_id, runs, len(runs))
 
     def attend(
         self,
@@ -201,19 +164,8 @@ class Native:
             sequences, task_ends: int64 `[N, 4]` and `[N]`, likewise.
         """
         y = torch.empty(q.shape, dtype=q.dtype)
-        self._kernels.lpx_attend(
-            q.data_ptr(),
-            k.data_ptr(),
-            v.data_ptr(),
-            planes[0].data_ptr(),
-            planes[1].data_ptr(),
-            y.data_ptr(),
-            DTYPE_CODES[q.dtype],
-            layout.data_ptr(),
-            sequences.data_ptr(),
-            task_ends.data_ptr(),
-            len(task_ends),
-        )
+        tables = layout, sequences, task_ends, len(task_ends)
+        self.call("attend", q, k, v, *planes, y, q.dtype, *tables)
         return y
 
     def attend_tiles(
@@ -231,17 +183,7 @@ class Native:
         """
         assert self.has_tiles and q.dtype is torch.bfloat16, (self.isa, q.dtype)
         y = torch.empty(q.shape, dtype=q.dtype)
-        self._kernels.lpx_attend_tiles(
-            q.data_ptr(),
-            k.data_ptr(),
-            v.data_ptr(),
-            planes[0].data_ptr(),
-            planes[1].data_ptr(),
-            y.data_ptr(),
-            layout.data_ptr(),
-            sequences.data_ptr(),
-            len(sequences),
-        )
+        self.call("attend_tiles", q, k, v, *planes, y, layout, sequences, len(sequences))
         return y
 
     def norm(
@@ -252,37 +194,18 @@ class Native:
         assert weight.dtype is torch.float32, weight.dtype
         num_rows, width = x.shape
         y = torch.empty(num_rows, width, dtype=x.dtype)
-        self._kernels.lpx_norm(
-            x.data_ptr(),
-            row_stride(x),
-            None if update is None else update.data_ptr(),
-            0 if update is None else row_stride(update),
-            weight.data_ptr(),
-            y.data_ptr(),
-            width,
-            DTYPE_CODES[x.dtype],
-            num_rows,
-            width // len(weight),
-            len(weight),
-            eps,
-            in_float32,
+        added = update, 0 if update is None else row_stride(update)
+        sizes = num_rows, width // len(weight), len(weight)
+        self.call(
+            "norm", x, row_stride(x), *added, weight, y, width, x.dtype, *sizes, eps, in_float32
         )
         return y
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor, head_dim: int) -> None:
         """Rotate every head of `[T, heads * head_dim]` in place; cos, sin `[T, dim / 2]` dense."""
         num_rows, width = x.shape
-        self._kernels.lpx_rotate(
-            x.data_ptr(),
-            row_stride(x),
-            cos.data_ptr(),
-            sin.data_ptr(),
-            DTYPE_CODES[x.dtype],
-            num_rows,
-            width // head_dim,
-            head_dim,
-            cos.shape[-1],
-        )
+        sizes = num_rows, width // head_dim, head_dim, cos.shape[-1]
+        self.call("rotate", x, row_stride(x), cos, sin, x.dtype, *sizes)
 
     def elementwise(self, operation: Operation, a: Tensor, b: Tensor) -> Tensor:
         """See `Operation`: fresh, of a's dtype. Both are float32 or bfloat16 of at most three
@@ -294,10 +217,9 @@ class Native:
         assert is_done, (a.dtype, a.shape, a.stride(), b.dtype, b.shape, b.stride())
         return y
 
-    def kernel(self, name: str) -> Callable[..., None]:
-        """A kernel that one operation calls, which says what it takes."""
-        kernel: Callable[..., None] = getattr(self._kernels, f"lpx_{name}")
-        return kernel
+    def call(self, kernel: str, *arguments: Argument) -> None:
+        """Call a kernel. It gets the address of a tensor, and the code of a dtype."""
+        getattr(self._kernels, f"lpx_{kernel}")(*map(_word, arguments))
 
     def record(
         self, compute: Callable[[], Tensor], memory: ProgramMemory
@@ -323,25 +245,22 @@ class Native:
         """See `sampling.masks.truncate`, which this does in place."""
         assert scores.is_contiguous() and limits.is_contiguous(), (scores.stride(), limits.stride())
         num_rows, width = scores.shape
-        self._library.lpx_truncate(scores.data_ptr(), width, limits.data_ptr(), num_rows)
+        self.call("truncate", scores, width, limits, num_rows)
 
     def draw(self, scores: Tensor, keys: Tensor, first_id: int = 0) -> Tensor:
         """See `sampling.drawing.draw`."""
         assert scores.is_contiguous() and keys.is_contiguous(), (scores.stride(), keys.stride())
         num_rows, width = scores.shape
         token_ids = torch.empty(num_rows, dtype=torch.int64)
-        self._library.lpx_draw(
-            scores.data_ptr(),
-            width,
-            first_id,
-            keys.data_ptr(),
-            INVERSES.data_ptr(),
-            LOGS.data_ptr(),
-            fixed_log.LN2,
-            token_ids.data_ptr(),
-            num_rows,
-        )
+        tables = INVERSES, LOGS, fixed_log.LN2
+        self.call("draw", scores, width, first_id, keys, *tables, token_ids, num_rows)
         return token_ids
+
+
+def _word(argument: Argument) -> float | None:
+    if isinstance(argument, Tensor):
+        return argument.data_ptr()
+    return DTYPE_CODES[argument] if isinstance(argument, torch.dtype) else argument
 
 
 def row_stride(x: Tensor) -> int:

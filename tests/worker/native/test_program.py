@@ -193,7 +193,7 @@ def test_a_kernel_that_programs_cannot_call_prevents_one(compiled):
     memory.begin(2)
 
     def compute():
-        compiled.kernel("truncate")(scores.data_ptr(), WIDTH, limits.data_ptr(), 2)
+        compiled.call("truncate", scores, WIDTH, limits, 2)
         return scores
 
     assert compiled.record(compute, memory)[1] is None

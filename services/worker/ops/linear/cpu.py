@@ -116,17 +116,8 @@ class GateLinear(BaseLinear):
 
     def _product(self, operation: Operation, x: Tensor, num_outputs: int) -> Tensor:
         y = torch.empty(len(x), num_outputs, dtype=x.dtype)
-        self._native.kernel("linear_gates")(
-            operation,
-            x.data_ptr(),
-            row_stride(x),
-            self._packed.data_ptr(),
-            y.data_ptr(),
-            num_outputs,
-            len(x),
-            self.in_features,
-            self.out_features // 2,
-        )
+        rows = x, row_stride(x), self._packed, y, num_outputs
+        self._native.call("linear_gates", operation, *rows, *x.shape, self.out_features // 2)
         return y
 
     def weight_rows(self, begin: int, end: int) -> Tensor:
@@ -168,7 +159,7 @@ class PlainLinear(BaseLinear):
 
     def _product(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         y = torch.empty(len(x), self.out_features, dtype=dtype)
-        self._call("linear_plain", x, y, DTYPE_CODES[dtype])
+        self._call("linear_plain", x, y, dtype)
         return y
 
     def best(self, x: Tensor) -> Tensor:
@@ -177,18 +168,10 @@ class PlainLinear(BaseLinear):
         self._call("best_plain", x, outputs)
         return outputs
 
-    def _call(self, kernel: str, x: Tensor, result: Tensor, *dtype: int) -> None:
+    def _call(self, kernel: str, x: Tensor, result: Tensor, *dtype: torch.dtype) -> None:
         assert x.dtype is torch.bfloat16, x.dtype
-        x, weight = x.contiguous(), self._weight
-        self._native.kernel(kernel)(
-            x.data_ptr(),
-            weight.data_ptr(),
-            result.data_ptr(),
-            *dtype,
-            len(x),
-            self.in_features,
-            self.out_features,
-        )
+        sizes = *x.shape, self.out_features
+        self._native.call(kernel, x.contiguous(), self._weight, result, *dtype, *sizes)
 
     def weight_rows(self, begin: int, end: int) -> Tensor:
         """Rows [begin, end), float32."""

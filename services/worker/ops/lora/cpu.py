@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from loraplex_services.worker.native.bindings import Native, row_stride
-from loraplex_services.worker.native.library import DTYPE_CODES
 from loraplex_services.worker.ops.lora.records import pack_runs
 from loraplex_services.worker.ops.lora.tables import SiteDelta
 from loraplex_services.worker.ops.lora.torch import look_up, replace_looked_up
@@ -41,16 +40,8 @@ class NativeLora:
                 replace_looked_up(out, ids, delta.rows, delta.row_ids)
             own = pack_runs([(lora.records.address(run.slot), 0, len(ids), run.coef)])
             columns = look_up(ids, delta)
-            self._native.kernel("add_lora_embedding")(
-                columns.data_ptr(),
-                delta.rank,
-                out.data_ptr(),
-                row_stride(out),
-                out.shape[1],
-                DTYPE_CODES[out.dtype],
-                site_id,
-                own.data_ptr(),
-            )
+            rows = out, row_stride(out), out.shape[1], out.dtype
+            self._native.call("add_lora_embedding", columns, delta.rank, *rows, site_id, own)
 
     def _replace_outputs(self, y: Tensor, x: Tensor, site_id: int, lora: LoraBatch) -> None:
         for run in lora.runs:
@@ -65,15 +56,7 @@ class NativeLora:
         for tile in delta.rows:
             assert tile.data.is_contiguous(), tile.data.stride()
             columns, sums = x[:, tile.col_begin :], products[:, tile.row_begin :]
-            self._native.kernel("add_products")(
-                columns.data_ptr(),
-                row_stride(x),
-                DTYPE_CODES[x.dtype],
-                len(x),
-                tile.data.data_ptr(),
-                DTYPE_CODES[tile.data.dtype],
-                *tile.data.shape,
-                sums.data_ptr(),
-                row_stride(products),
-            )
+            rows = columns, row_stride(x), x.dtype, len(x)
+            own = tile.data, tile.data.dtype, *tile.data.shape
+            self._native.call("add_products", *rows, *own, sums, row_stride(products))
         return products

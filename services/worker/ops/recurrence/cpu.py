@@ -9,7 +9,6 @@ from torch import Tensor
 
 from loraplex_services.worker.cache.state_layout import StateLayout
 from loraplex_services.worker.native.bindings import Native, row_stride
-from loraplex_services.worker.native.library import DTYPE_CODES
 from loraplex_services.worker.ops.recurrence.backend import DeltaWeights, StateBatch
 from loraplex_services.worker.types.model_config import RecurrenceConfig
 
@@ -40,12 +39,9 @@ class NativeDeltaNet:
         mixed = torch.empty(qkv.shape, dtype=torch.float32)
         y = torch.empty(len(qkv), self._config.values_size, dtype=qkv.dtype)
         outputs = mixed, y, states.cells
-        self._native.kernel("delta_net")(
-            *(word for x in (qkv, a, b) for word in (x.data_ptr(), row_stride(x))),
-            DTYPE_CODES[qkv.dtype],
-            *(x.data_ptr() for x in (*weights, *outputs, self._shape, *tables)),
-            len(states.row_ends),
-        )
+        rows = qkv, row_stride(qkv), a, row_stride(a), b, row_stride(b), qkv.dtype
+        vectors = *weights, *outputs, self._shape, *tables
+        self._native.call("delta_net", *rows, *vectors, len(states.row_ends))
         return y
 
     def _shape_of(self, cells: StateLayout) -> Tensor:
