@@ -23,7 +23,6 @@ from loraplex_services.worker.types.sharding import Shard
 COLLECTIVE_TIMEOUT_S = 300.0
 """Time limit of one collective in seconds. The ranks run the same step and wait for the slowest; a
 rank that ends is noticed at once."""
-LOOPBACK = "127.0.0.1"
 
 
 @dataclass(slots=True)

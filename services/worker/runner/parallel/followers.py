@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 import loraplex
-from loraplex.errors import InvalidRequest, LoraplexError
+from loraplex.errors import LoraplexError
 from loraplex_services.common.processes.secret import start_with_secret
 from loraplex_services.worker.adapters.device.loader import CopiedImage
 from loraplex_services.worker.adapters.pack.image import image_path
@@ -36,6 +36,7 @@ from loraplex_services.worker.runner.parallel.messages import (
     RankStart,
     Refuse,
     Reply,
+    check_equal,
 )
 from loraplex_services.worker.runner.parallel.mirror import StepWriter
 from loraplex_services.worker.runner.parallel.remote_images import ImageSender
@@ -288,19 +289,6 @@ class GroupCopy:
     """The copy of this rank."""
     error: BaseException | None = None
     """The error of the first rank that failed."""
-
-
-def check_equal(own: RankReady, other: RankReady, rank: int) -> None:
-    """Refuse ranks that would not compute the same base in the same way.
-
-    Raises:
-        InvalidRequest: naming the first field in which they differ.
-    """
-    for name in own.__struct_fields__:
-        ours, theirs = getattr(own, name), getattr(other, name)
-        if ours != theirs:
-            why = f"rank {rank} has {theirs}; all ranks must compute alike on the same files"
-            raise InvalidRequest.field(f"tensor_parallel:{name}", ours, why)
 
 
 def own_build(num_ranks: int, nodes: Nodes) -> Build:

@@ -17,6 +17,7 @@ from collections import deque
 
 import msgspec
 
+from loraplex.errors import InvalidRequest
 from loraplex_services.worker.types.extents import Extents
 from loraplex_services.worker.types.messages import FrameBuffer, WireError, frame
 
@@ -88,6 +89,15 @@ class RankRefused(msgspec.Struct, frozen=True, tag="refused"):
     """The rank cannot serve its part."""
 
     error: WireError
+
+
+def check_equal(own: Build | RankReady, other: Build | RankReady, rank: int) -> None:
+    """Raises InvalidRequest naming the first field in which another rank differs from rank 0."""
+    for name in own.__struct_fields__:
+        ours, theirs = getattr(own, name), getattr(other, name)
+        if ours != theirs:
+            why = f"rank {rank} has {theirs}; all ranks must have the same"
+            raise InvalidRequest.field(f"tensor_parallel:{name}", ours, why)
 
 
 class RowMessage(msgspec.Struct, frozen=True, array_like=True):
@@ -187,6 +197,13 @@ _orders: msgspec.msgpack.Decoder[Order] = msgspec.msgpack.Decoder(Order)
 _replies: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
 
 
+def hang_up(end: socket.socket) -> None:
+    """Close a socket. A thread that waits for it would keep it open."""
+    with contextlib.suppress(OSError):
+        end.shutdown(socket.SHUT_RDWR)
+    end.close()
+
+
 class RankSocket:
     """One end of a connection between rank 0 and another rank; blocking."""
 
@@ -233,9 +250,7 @@ class RankSocket:
 
     def close(self) -> None:
         """Close the socket."""
-        with contextlib.suppress(OSError):  # a thread that still reads would keep it open
-            self._socket.shutdown(socket.SHUT_RDWR)
-        self._socket.close()
+        hang_up(self._socket)
 
     def _next(self) -> bytes:
         while not self._bodies:

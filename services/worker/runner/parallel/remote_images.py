@@ -16,6 +16,7 @@ import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from loraplex_services.worker.runner.parallel.messages import hang_up
 from loraplex_services.worker.runner.parallel.rendezvous import receive
 
 _ASK = struct.Struct("<QQQ")
@@ -37,9 +38,7 @@ class ImageSender:
 
     def close(self) -> None:
         """Close the connection."""
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
-        self._socket.close()
+        hang_up(self._socket)
 
     def _serve(self) -> None:
         with contextlib.suppress(OSError):  # the rank has gone, which its other connection tells

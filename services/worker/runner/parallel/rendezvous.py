@@ -10,7 +10,6 @@ sends is parsed. Rank 0 listens only while a group forms.
 
 from __future__ import annotations
 
-import contextlib
 import hmac
 import ipaddress
 import logging
@@ -30,6 +29,8 @@ from loraplex_services.worker.runner.parallel.messages import (
     RankLost,
     RankSocket,
     Refuse,
+    check_equal,
+    hang_up,
 )
 from loraplex_services.worker.types.messages import WireError
 from loraplex_services.worker.types.nodes import Nodes
@@ -101,7 +102,7 @@ class Rendezvous:
                 continue
             channel = join.rank, join.is_for_images
             try:
-                check_build(build, join)
+                check_equal(build, join.build, join.rank)
                 if channel not in expected:
                     why = f"rank 0 expects {sorted(rank for rank, _ in expected)}"
                     raise InvalidRequest.field("tensor_parallel:rank", join.rank, why)
@@ -116,9 +117,7 @@ class Rendezvous:
 
     def close(self) -> None:
         """Listen no longer."""
-        with contextlib.suppress(OSError):  # a thread that still accepts would keep it open
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
+        hang_up(self._listener)
 
     def _accept(self) -> None:
         while True:
@@ -149,15 +148,6 @@ class Rendezvous:
             end.close()
         finally:
             self._handshakes.release()
-
-
-def check_build(own: Build, join: Join) -> None:
-    """Raises InvalidRequest naming the first field in which a rank differs from rank 0."""
-    for name in own.__struct_fields__:
-        ours, theirs = getattr(own, name), getattr(join.build, name)
-        if ours != theirs:
-            why = f"rank {join.rank} has {theirs}; all ranks must have the same"
-            raise InvalidRequest.field(f"tensor_parallel:{name}", ours, why)
 
 
 def connect(address: str, token: str, join: Join, timeout_s: float) -> RankSocket:

@@ -18,9 +18,8 @@ from loraplex.errors import InvalidAdapter, InvalidRequest, LoraplexError, Unsup
 from loraplex_services.worker.adapters.pack.image import ImageFile, image_path
 from loraplex_services.worker.runner.building import build_runner
 from loraplex_services.worker.runner.parallel.collectives import TorchRanks
-from loraplex_services.worker.runner.parallel.followers import check_equal
 from loraplex_services.worker.runner.parallel.group import check_group
-from loraplex_services.worker.runner.parallel.messages import RankLost, RankReady
+from loraplex_services.worker.runner.parallel.messages import RankLost, RankReady, check_equal
 from loraplex_services.worker.runner.runner import TorchRunner
 from loraplex_services.worker.types.sharding import padded_share
 from tests.worker import tiny
