@@ -16,6 +16,7 @@ import numpy as np
 from benchmarks.llama import Shape, write_hollow_adapter
 from loraplex.adapter_format.safetensors_header import TENSOR_FILE
 from loraplex_services.common.objects.file import FileStore
+from loraplex_services.common.objects.store import After
 
 PAGE_BYTES = 4096
 NUM_FILLED = 16
@@ -23,12 +24,14 @@ NUM_FILLED = 16
 
 
 class SparseStore(FileStore):
-    """A store in a folder whose objects have holes for their zeros."""
+    """A store in a folder. Objects are named by their bytes, and have holes for their zeros."""
 
-    def _write_temporary(self, data: bytes) -> Path:
-        with self._temporary_path() as path:
+    async def put(self, key: str, data: bytes, *, after: After = None) -> None:
+        """One that is there stays."""
+        path = self._path(key)
+        if not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
             write_with_holes(path, data)
-        return path
 
 
 def write_with_holes(path: Path, data: bytes) -> None:
