@@ -263,8 +263,14 @@ class Decoder:
             return 0.0
         sites = [site for site in self.site_weights.own_table.sites if site.kind == EXPERT]
         num_items = sum(site.in_features * site.out_features for site in sites)
-        active = num_items * moe.num_active / moe.num_experts * self._embedding.weight.itemsize
+        active = num_items * self.active_experts * self._embedding.weight.itemsize
         return active / (active + self.weight_bytes)
+
+    @property
+    def active_experts(self) -> float:
+        """The share of a layer's experts that compute one token."""
+        moe = self.config.moe
+        return 1.0 if moe is None else moe.num_active / moe.num_experts
 
     @property
     def routing(self) -> RoutingShape | None:

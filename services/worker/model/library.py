@@ -30,7 +30,6 @@ from loraplex_services.worker.layers.library_modules import (
 )
 from loraplex_services.worker.layers.operators import Operators
 from loraplex_services.worker.model.config_reader import eos_token_ids, read_json_object
-from loraplex_services.worker.model.decoder import Decoder
 from loraplex_services.worker.model.library_decoder import (
     LibraryDecoder,
     LibrarySites,
@@ -62,7 +61,7 @@ _NOT_EXPECTED = (
 
 def build_library_model(
     folder: Path, dtype: torch.dtype, device: torch.device, operators: Operators
-) -> tuple[ModelConfig, Decoder]:
+) -> LibraryDecoder:
     """Load a base with the transformers library.
 
     Raises:
@@ -82,7 +81,7 @@ def build_library_model(
     decoder = LibrarySites(model, config, operators, current).decoder()
     with torch.inference_mode(), _odd_class_refused(model):
         _try(decoder, maker)
-    return config, decoder
+    return decoder
 
 
 def _try(decoder: LibraryDecoder, maker: AttentionMaker) -> None:

@@ -6,7 +6,6 @@ import gc
 import logging
 from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -151,46 +150,34 @@ def _build(
     logger.info("computing in %s with %s", dtype_name(torch_dtype), operators.name)
     if isinstance(operators, NativeOperators):
         operators.native.set_threads(torch.get_num_threads())  # to pack weights
-    config, model = _read_model(model_dir, settings, torch_dtype, torch_device, operators)
-    _check_context(config, settings.max_model_len)
+    model = _read_model(model_dir, settings, torch_dtype, torch_device, operators)
+    _check_context(model.config, settings.max_model_len)
     share_threads(model.weight_bytes, operators, torch_device)
     size = ArenaSize(settings.arena_bytes, settings.arena_share, settings.gpu_memory_utilization)
     largest = settings.max_num_batched_tokens, settings.max_num_seqs
     kv = allocate(size, model, operators, torch_dtype, torch_device, largest)
-    arena, sites = kv.arena, model.site_weights
-    geometry = base_geometry(model_dir, config, sites.table)
+    sites = model.site_weights
+    geometry = base_geometry(model_dir, model.config, sites.table)
     base_key = weights_key(model_dir, geometry, settings.quantization)
     stored = stored_dtype(settings.lora_dtype, operators, kv)
     layout = _adapter_layout(model, kv, operators, settings.max_lora_rank, base_key, stored)
     log_division(layout)
     packer = Packer(geometry, layout, SiteValues(sites, layout, torch_device))
     model.ropes.reserve(settings.max_resident)
-    host = _pinned_cache(arena, settings.host_cache_bytes)
-    loader = AdapterLoader(arena, packer, model.ropes, layout.ropes, host, executors)
-    facts = config, layout, geometry, torch_device, torch_dtype, operators
-    info = _model_info(*facts, settings)
-    is_alike = not isinstance(model, LibraryDecoder) and _are_rows_alike(config, operators)
-    info = replace(info, verifies_drafts=is_alike, proposal_cost=model.proposal_cost)
-    info = replace(info, routing=model.routing)
-    if is_alike and config.moe is not None:
-        share = config.moe.num_active / config.moe.num_experts
-        info = replace(info, expert_share=model.expert_share, active_experts=share)
+    host = _pinned_cache(kv.arena, settings.host_cache_bytes)
+    loader = AdapterLoader(kv.arena, packer, model.ropes, layout.ropes, host, executors)
+    info = _model_info(model, layout, geometry, torch_device, torch_dtype, operators, settings)
     batches = _batch_maker(model, operators, kv, loader.table, layout, torch_device, settings)
     if isinstance(operators, NativeOperators):
         operators.native.weights.use_huge_pages()
-    if isinstance(operators, NativeOperators) and ranks.shard.size == 1:
-        programs = DecodePrograms(
-            operators.native,
-            model.forward_layers,
-            settings.max_num_seqs,
-            is_dense=config.moe is None,
-        )
-        model.pass_layers = programs.forward
+        if ranks.shard.size == 1:
+            is_dense, most = model.config.moe is None, settings.max_num_seqs
+            programs = DecodePrograms(
+                operators.native, model.forward_layers, most, is_dense=is_dense
+            )
+            model.pass_layers = programs.forward
     gc.freeze()  # what stays need not be walked by full collections: 4% of a step's time
-    draws = operators.draws
-    return TorchRunner(
-        model, arena, kv, loader, layout, info, batches, draws, settings.overlap, ranks
-    )
+    return TorchRunner(model, kv, loader, layout, info, batches, operators, settings.overlap)
 
 
 def _are_rows_alike(config: ModelConfig, operators: Operators) -> bool:
@@ -286,7 +273,7 @@ def _read_model(
     dtype: torch.dtype,
     device: torch.device,
     operators: Operators,
-) -> tuple[ModelConfig, Decoder]:
+) -> Decoder:
     """The base with its weights; a terminal shows how far they are read."""
     impl, on_load = settings.model_impl, settings.quantization
     if impl == "transformers" or (impl == "auto" and not has_family(folder)):
@@ -309,7 +296,7 @@ def _read_model(
         model = family.build(config, weights, operators)
         if _are_rows_alike(config, operators):
             model.draft_head = draft_head
-        return config, model
+        return model
 
 
 def _stored_kv(asked: str, dtype: torch.dtype) -> str:
@@ -364,7 +351,7 @@ def _possible(eos_token_ids: tuple[int, ...], vocab_size: int) -> tuple[int, ...
 
 
 def _model_info(
-    config: ModelConfig,
+    model: Decoder,
     layout: AdapterLayout,
     geometry: Geometry,
     device: torch.device,
@@ -372,7 +359,8 @@ def _model_info(
     operators: Operators,
     settings: RunnerSettings,
 ) -> ModelInfo:
-    num_ranks, max_model_len = layout.shard.size, settings.max_model_len
+    config, num_ranks, max_model_len = model.config, layout.shard.size, settings.max_model_len
+    is_alike = not isinstance(model, LibraryDecoder) and _are_rows_alike(config, operators)
     arithmetic = operators.name + (f"-{layout.stored}" if layout.stored != "auto" else "")
     if attention := operators.attention_maker.name:
         arithmetic += f"-{attention}"
@@ -393,4 +381,9 @@ def _model_info(
         numerics_fingerprint=fingerprint(geometry.fingerprint, device, dtype, arithmetic),
         geometry=geometry,
         rope_switch_len=config.rope_switch_len,
+        verifies_drafts=is_alike,
+        proposal_cost=model.proposal_cost,
+        expert_share=model.expert_share,
+        active_experts=model.active_experts,
+        routing=model.routing,
     )

@@ -19,10 +19,10 @@ from loraplex.errors import LoraplexError
 from loraplex_services.worker.adapters.device.copy_events import CopyEvents
 from loraplex_services.worker.adapters.device.loader import AdapterLoader, CopiedImage
 from loraplex_services.worker.adapters.pack.image import ImageBytes
-from loraplex_services.worker.arena_buffer import ArenaBuffer, KvBuffer
+from loraplex_services.worker.arena_buffer import KvBuffer
 from loraplex_services.worker.cache.kv_layout import TOKENS_PER_BLOCK
 from loraplex_services.worker.layers.forward_batch import ForwardBatch
-from loraplex_services.worker.layers.ranks import Ranks
+from loraplex_services.worker.layers.operators import Operators
 from loraplex_services.worker.model.decoder import Decoder
 from loraplex_services.worker.ops.lora.worklist import LoraBatch
 from loraplex_services.worker.runner.parallel.messages import Drop, Enter, Unload
@@ -38,7 +38,6 @@ from loraplex_services.worker.runner.step_results import (
 )
 from loraplex_services.worker.runner.steps import StepOrder, StepUnderWay
 from loraplex_services.worker.sampling.best_columns import BestRows
-from loraplex_services.worker.sampling.drawing import DrawOperators
 from loraplex_services.worker.transfers import to_host
 from loraplex_services.worker.types.adapter_layout import AdapterLayout
 from loraplex_services.worker.types.extents import Extents
@@ -70,33 +69,31 @@ class TorchRunner:
     def __init__(
         self,
         model: Decoder,
-        arena: ArenaBuffer,
         kv: KvBuffer,
         adapters: AdapterLoader,
         layout: AdapterLayout,
         info: ModelInfo,
         batches: BatchMaker,
-        draws: DrawOperators,
+        operators: Operators,
         overlap: str,
-        ranks: Ranks,
     ) -> None:
         self.layout = layout
-        self.arena = arena
-        self.arena_blocks = arena.num_blocks
-        self.block_bytes = arena.block_bytes
+        self.arena = kv.arena
+        self.arena_blocks = kv.arena.num_blocks
+        self.block_bytes = kv.arena.block_bytes
         self.kv_group_windows = kv.windows
         self.state_blocks = batches.states.num_blocks if batches.states else 0
         self._model = model
         self._adapters = adapters
         self._info = info
         self._batches = batches
-        self._draws = draws
+        self._draws = operators.draws
         self._order = StepOrder(batches.device.type, overlap)
         self._outputs = torch.zeros(0, dtype=torch.int64, device=batches.device)
         """Tokens that the last step chose, on the device: see `step_results`."""
-        self._ranks = ranks
+        self._ranks = operators.ranks
         self._followers: Followers | None = None
-        self._shared_head = SharedHead(model, ranks, draws)
+        self._shared_head = SharedHead(model, self._ranks, self._draws)
         self._leading_head: LeadingHead | None = None
 
     def lead(self, followers: Followers) -> None:

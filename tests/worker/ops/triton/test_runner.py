@@ -323,11 +323,11 @@ def test_the_largest_step_is_run_to_measure_it_and_writes_nothing(folders, devic
     """In a cache of a few blocks, before the arena is there."""
     dtype = torch.float32
     operators = choose_operators(device, dtype, "auto", "triton")
-    config, model = building._read_model(
+    model = building._read_model(
         folders[0], RunnerSettings(arena_bytes=0), dtype, device, operators
     )
-    kv = kv_buffer(config, dtype, device, 1 << 20)
+    kv = kv_buffer(model.config, dtype, device, 1 << 20)
     kv.arena.data.zero_()
     logits = run_largest_step(model, operators, kv, max_num_tokens=40, max_num_rows=3)
-    assert logits.shape == (3, config.vocab_size) and logits.isfinite().all()
+    assert logits.shape == (3, model.config.vocab_size) and logits.isfinite().all()
     assert not kv.arena.data.any()
