@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from argparse import ArgumentParser
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from benchmarks.llama import Shape, write_adapter
+from benchmarks.machine import options_of
 from loraplex.adapter_format.quantisation import GGUF_BLOCKS
 
 RANKS = (8, 16, 32, 64)
@@ -30,6 +32,24 @@ SHAPES = {
     "500m": Shape("500m", 151936, 896, 4864, 24, 14, 2),
     "1500m": Shape("1500m", 151936, 1536, 8960, 28, 12, 2),
 }
+
+
+def base_options(doc: str | None, model: str = "135m") -> ArgumentParser:
+    """A parser of the options of every benchmark of an engine: its base, and a folder for it."""
+    parser = options_of(doc)
+    parser.add_argument("--model", choices=tuple(SHAPES), default=model)
+    parser.add_argument("--work-dir", type=Path, required=True, help="keep models here")
+    return parser
+
+
+def engine_options(
+    doc: str | None, model: str = "135m", repetitions: int = 3, new_tokens: int = 64
+) -> ArgumentParser:
+    """Those, and how much to measure."""
+    parser = base_options(doc, model)
+    parser.add_argument("--repetitions", type=int, default=repetitions)
+    parser.add_argument("--new-tokens", type=int, default=new_tokens)
+    return parser
 
 
 def rank_of(adapter: int) -> int:

@@ -7,7 +7,7 @@ import math
 import os
 import platform
 import re
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from dataclasses import asdict, is_dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -19,6 +19,11 @@ SIMULATED = "simulated"
 """Folder of results that do not depend on the machine."""
 
 _ISA = ("amx_tile", "avx512_bf16", "avx512f", "avx2", "sha_ni", "asimd", "bf16", "sha2")
+
+
+def options_of(doc: str | None) -> ArgumentParser:
+    """A parser of a benchmark's options, described by the first line of its docstring."""
+    return ArgumentParser(description=(doc or "").partition("\n")[0], allow_abbrev=False)
 
 
 def cpu_facts() -> dict[str, Any]:

@@ -17,9 +17,8 @@ worker. Where prompts take so long that no step decodes all requests (a step is 
 
 from __future__ import annotations
 
-import argparse
 import statistics
-import tempfile
+from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -31,6 +30,7 @@ from benchmarks.cpu.sides import OurEngine, PeftMixed, Run, median
 from benchmarks.cpu_model import (
     SHAPES,
     Shape,
+    engine_options,
     make_adapter,
     make_base,
     make_prompts,
@@ -52,46 +52,39 @@ def main() -> None:
     """Measure, print, write."""
     args = parse_args()
     shape = SHAPES[args.model]
-    with tempfile.TemporaryDirectory() as scratch:
-        root = args.work_dir or Path(scratch)
-        root.mkdir(parents=True, exist_ok=True)
-        base = make_base(shape, root)
-        folders = [make_adapter(shape, root, i) for i in range(args.adapters)]
-        limits = measure_limits(args.cpu_isa)
-        results: Results = {}
-        if args.join:
-            results, limits = joined(args, limits)
-        arena_bytes = args.arena_bytes or bytes_for(folders)
-        limit = {"max_step_s": args.max_step_s}
-        ours = OurEngine(base, args.dtype, args.cpu_isa, arena_bytes, **limit)
-        ours.touch()
-        loads = {"loraplex": ours.load(folders)}
-        sides: dict[str, Any] = {"loraplex": ours}
-        if args.second_isa:
-            other = OurEngine(base, "auto", args.second_isa, arena_bytes, **limit)
-            loads["second_isa"] = other.load(folders)
-            sides["second_isa"] = other
-        if args.peer:
-            sides["peft"] = peer = PeftMixed(base, args.peer_dtype, NUM_THREADS)
-        cases = [tuple(map(int, case.split("x"))) for case in args.cases.split(",")]
-        measure(results, sides, [case for case in cases if case[1] == 0], shape, args)
-        alone = [case for case in cases if case[1] not in (0, case[0])]
-        own = {name: side for name, side in sides.items() if name != "peft"}
-        measure(results, own, alone, shape, args)
-        if args.peer:
-            loads["peft"] = peer.load(folders)
-        measure(results, sides, [case for case in cases if case[1] == case[0]], shape, args)
+    base = make_base(shape, args.work_dir)
+    folders = [make_adapter(shape, args.work_dir, i) for i in range(args.adapters)]
+    limits = measure_limits(args.cpu_isa)
+    results: Results = {}
+    if args.join:
+        results, limits = joined(args, limits)
+    arena_bytes = args.arena_bytes or bytes_for(folders)
+    limit = {"max_step_s": args.max_step_s}
+    ours = OurEngine(base, args.dtype, args.cpu_isa, arena_bytes, **limit)
+    ours.touch()
+    loads = {"loraplex": ours.load(folders)}
+    sides: dict[str, Any] = {"loraplex": ours}
+    if args.second_isa:
+        other = OurEngine(base, "auto", args.second_isa, arena_bytes, **limit)
+        loads["second_isa"] = other.load(folders)
+        sides["second_isa"] = other
+    if args.peer:
+        sides["peft"] = peer = PeftMixed(base, args.peer_dtype, NUM_THREADS)
+    cases = [tuple(map(int, case.split("x"))) for case in args.cases.split(",")]
+    measure(results, sides, [case for case in cases if case[1] == 0], shape, args)
+    alone = [case for case in cases if case[1] not in (0, case[0])]
+    own = {name: side for name, side in sides.items() if name != "peft"}
+    measure(results, own, alone, shape, args)
+    if args.peer:
+        loads["peft"] = peer.load(folders)
+    measure(results, sides, [case for case in cases if case[1] == case[0]], shape, args)
     report(shape, args, limits, results, loads)
 
 
-def parse_args() -> argparse.Namespace:
+def parse_args() -> Namespace:
     """Options."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--model", choices=tuple(SHAPES), default="135m")
-    parser.add_argument("--work-dir", type=Path, help="keep models here for the next run")
+    parser = engine_options(__doc__)
     parser.add_argument("--cases", default=CASES, help="requests x adapters, with each base case")
-    parser.add_argument("--repetitions", type=int, default=3)
-    parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--max-step-s", type=float, default=MAX_STEP_S, help="0 = no limit")
     parser.add_argument("--adapters", type=int, default=32)
     parser.add_argument("--dtype", default="bfloat16" if half_is_fast("auto") else "float32")
@@ -112,7 +105,7 @@ def bytes_for(folders: list[Path]) -> int:
     return max(2_000_000_000, 1_000_000_000 + adapter_bytes * 9 // 8)
 
 
-def joined(args: argparse.Namespace, limits: dict[str, float]) -> tuple[Results, dict[str, float]]:
+def joined(args: Namespace, limits: dict[str, float]) -> tuple[Results, dict[str, float]]:
     """The runs of the results file, and the machine's best limits in that file and now.
 
     Raises:
@@ -134,7 +127,7 @@ def measure(
     sides: dict[str, Any],
     cases: Sequence[tuple[int, ...]],
     shape: Shape,
-    args: argparse.Namespace,
+    args: Namespace,
 ) -> None:
     """Run every case on every side alternately. Mutates: results."""
     for count, num_adapters in cases:
@@ -164,7 +157,7 @@ def ratio(ours: Sequence[Run], theirs: Sequence[Run], field: str) -> float:
 
 def report(
     shape: Shape,
-    args: argparse.Namespace,
+    args: Namespace,
     limits: dict[str, float],
     results: Results,
     loads: dict[str, list[float]],

@@ -13,11 +13,11 @@ compare within one line only.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import os
 import random
 import tempfile
+from argparse import Namespace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,7 +25,14 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks.cpu.sides import OurEngine, PeftMixed, alternated, median_ratio_of
-from benchmarks.machine import RESULTS, cpu_facts, machine_kind, read_results, write_results
+from benchmarks.machine import (
+    RESULTS,
+    cpu_facts,
+    machine_kind,
+    options_of,
+    read_results,
+    write_results,
+)
 
 VOCAB_SIZE = 32000
 COMMON: dict[str, Any] = {
@@ -118,9 +125,9 @@ def main() -> None:
     print(table(lines))
 
 
-def parse_args() -> argparse.Namespace:
+def parse_args() -> Namespace:
     """Options."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser = options_of(__doc__)
     parser.add_argument("--only", default="", metavar="NAMES", help=f"of {', '.join(FAMILIES)}")
     parser.add_argument("--requests", type=int, default=8)
     parser.add_argument("--prompt-tokens", type=int, default=64)
@@ -142,7 +149,7 @@ def known_lines() -> dict[str, Any]:
     return lines
 
 
-def measured(family: Family, args: argparse.Namespace) -> dict[str, Any]:
+def measured(family: Family, args: Namespace) -> dict[str, Any]:
     """One family on both sides: medians of the ratios, and the runs."""
     gc.collect()
     with tempfile.TemporaryDirectory() as scratch:

@@ -11,7 +11,6 @@ hard to predict and move more; those of answers are almost certain.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from pathlib import Path
 
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from benchmarks.machine import write_results
+from benchmarks.machine import options_of, write_results
 from demo.skills import held_out
 from loraplex.api.sampling import SamplingParams
 from loraplex_services.worker.adapters.device.loader import AtOnce
@@ -130,7 +129,7 @@ def summary_of(rows: Sequence[dict[str, float | str]]) -> dict[str, float]:
 
 def main() -> None:
     """Print a table; write `results/<machine>/int8_adapters.json`."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = options_of(__doc__)
     parser.add_argument("--questions", type=int, default=64, help="of each adapter's skill (64)")
     args = parser.parse_args()
     tokenizer = AutoTokenizer.from_pretrained(DEMO / "base")

@@ -10,12 +10,10 @@ whole batch, its ratio, and that of the first tokens, medians over the repetitio
 
 from __future__ import annotations
 
-import argparse
 import random
-from pathlib import Path
 
 from benchmarks.cpu.sides import OurEngine, Run, alternated, median_ratio_of
-from benchmarks.cpu_model import FIRST_ORDINARY_TOKEN, SHAPES, make_base
+from benchmarks.cpu_model import FIRST_ORDINARY_TOKEN, SHAPES, engine_options, make_base
 from benchmarks.machine import write_results
 from loraplex_services.worker.native.isa import choose_isa
 
@@ -24,15 +22,10 @@ DTYPES = ("auto", "int8", "fp8")
 
 def main() -> None:
     """Measure, print, write."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--model", choices=tuple(SHAPES), default="135m")
-    parser.add_argument("--work-dir", type=Path, required=True, help="keep models here")
+    parser = engine_options(__doc__, new_tokens=16)
     parser.add_argument("--contexts", default="128,1024", help="prompt tokens of a request")
     parser.add_argument("--requests", type=int, default=8)
-    parser.add_argument("--repetitions", type=int, default=3)
-    parser.add_argument("--new-tokens", type=int, default=16)
     args = parser.parse_args()
-    args.work_dir.mkdir(parents=True, exist_ok=True)
     shape = SHAPES[args.model]
     base = make_base(shape, args.work_dir)
     sides = {

@@ -15,18 +15,18 @@ quantises; llama.cpp then rounds activations to 8 bits, and we do not.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
 import subprocess
+from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.cpu.peer_wire import Batch
 from benchmarks.cpu.sides import OurEngine
-from benchmarks.cpu_model import SHAPES, make_adapter, make_base, make_prompts
+from benchmarks.cpu_model import SHAPES, engine_options, make_adapter, make_base, make_prompts
 from benchmarks.machine import read_results, write_results
 from loraplex_services.worker.model.formats.gguf_folder import write_folder
 
@@ -78,7 +78,6 @@ def main() -> None:
     """Measure, print, write."""
     args = parse_args()
     shape = SHAPES[args.model]
-    args.work_dir.mkdir(parents=True, exist_ok=True)
     base = make_base(shape, args.work_dir)
     cases = [tuple(map(int, case.split("x"))) for case in args.cases.split(",")]
     folders = [make_adapter(shape, args.work_dir, i) for i in range(max(n for _, n in cases))]
@@ -120,7 +119,7 @@ def quantised(base: Path, file: str, root: Path) -> tuple[Path, Path]:
 
 
 def compare(
-    ours: OurEngine, peer: Peer, count: int, num_adapters: int, args: argparse.Namespace
+    ours: OurEngine, peer: Peer, count: int, num_adapters: int, args: Namespace
 ) -> dict[str, Any]:
     """One row of results: whether the peer is right, and if so, both sides' seconds."""
     vocab_size = SHAPES[args.model].vocab_size
@@ -162,7 +161,7 @@ def num_alike(outputs: Sequence[Sequence[int]], others: Sequence[Sequence[int]])
     return sum(a[0] == b[0] for a, b in zip(outputs, others, strict=True))
 
 
-def keep(row: dict[str, Any], args: argparse.Namespace) -> None:
+def keep(row: dict[str, Any], args: Namespace) -> None:
     """Print the row and write it alongside those that are there."""
     print(row, flush=True)
     keys = ("peer", "case", "new_tokens")
@@ -179,19 +178,15 @@ def keep(row: dict[str, Any], args: argparse.Namespace) -> None:
     write_results(args.name, {"model": args.model, "table": table})
 
 
-def parse_args() -> argparse.Namespace:
+def parse_args() -> Namespace:
     """Options."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--model", choices=tuple(SHAPES), default="135m")
-    parser.add_argument("--work-dir", type=Path, required=True, help="keep models here")
+    parser = engine_options(__doc__)
     parser.add_argument("--peers", type=Path, required=True, help="where install_peers.sh put them")
     parser.add_argument("--only", help=f"of {', '.join(PEERS)}")
     parser.add_argument("--file", help="a type of GGUF files, such as Q8_0 or Q4_K_M")
     parser.add_argument("--cases", default="8x0,32x0,8x8,32x32", help="requests x adapters")
     parser.add_argument("--cpu-isa", default="auto")
     parser.add_argument("--dtype", default="bfloat16", help="of both sides, with --only vllm")
-    parser.add_argument("--new-tokens", type=int, default=64)
-    parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--name", default="cpu_peers", help="of the results file")
     return parser.parse_args()
 

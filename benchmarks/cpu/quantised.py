@@ -12,15 +12,13 @@ over the repetitions of the median step. Writes `results/<machine>/<name>.json`.
 
 from __future__ import annotations
 
-import argparse
-import tempfile
 from functools import partial
-from pathlib import Path
 
 from benchmarks.cpu.sides import OurEngine, Run, alternated, median
 from benchmarks.cpu_model import (
     FILES,
     SHAPES,
+    engine_options,
     make_adapter,
     make_base,
     make_gguf_folder,
@@ -38,40 +36,33 @@ Runs = dict[str, list[Run]]
 
 def main() -> None:
     """Measure, print, write."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--model", choices=tuple(SHAPES), default="500m")
-    parser.add_argument("--work-dir", type=Path, help="keep models here for the next run")
+    parser = engine_options(__doc__, model="500m", new_tokens=16)
     parser.add_argument("--schemes", default=SCHEMES, help="--quantization, or Q8_0 and Q4_K_M")
     parser.add_argument("--cases", default=CASES, help="requests x adapters")
-    parser.add_argument("--repetitions", type=int, default=3)
-    parser.add_argument("--new-tokens", type=int, default=16)
     parser.add_argument("--arena-bytes", type=int, default=1_500_000_000)
     parser.add_argument("--name", default="cpu_quantised", help="of the results file")
     args = parser.parse_args()
     shape = SHAPES[args.model]
     cases = [tuple(map(int, case.split("x"))) for case in args.cases.split(",")]
-    with tempfile.TemporaryDirectory() as scratch:
-        root = args.work_dir or Path(scratch)
-        root.mkdir(parents=True, exist_ok=True)
-        base = make_base(shape, root)
-        num_adapters = max(adapters for _, adapters in cases)
-        folders = [make_adapter(shape, root, i) for i in range(num_adapters)]
-        sides = {}
-        for scheme in (PLAIN, *args.schemes.split(",")):
-            published = scheme in FILES
-            folder = make_gguf_folder(base, scheme, root) if published else base
-            on_load = PLAIN if published else scheme
-            sides[scheme] = OurEngine(
-                folder, "bfloat16", "auto", args.arena_bytes, quantization=on_load
-            )
-            sides[scheme].load(folders)
-        results = {}
-        for count, adapters in cases:
-            prompts_of = partial(seeded_prompts, count, shape.vocab_size)
-            amounts = args.new_tokens, args.repetitions
-            runs = alternated(sides, prompts_of, adapters, *amounts)
-            results[f"{count}x{adapters}"] = runs
-            report(f"{count}x{adapters}", runs)
+    base = make_base(shape, args.work_dir)
+    num_adapters = max(adapters for _, adapters in cases)
+    folders = [make_adapter(shape, args.work_dir, i) for i in range(num_adapters)]
+    sides = {}
+    for scheme in (PLAIN, *args.schemes.split(",")):
+        published = scheme in FILES
+        folder = make_gguf_folder(base, scheme, args.work_dir) if published else base
+        on_load = PLAIN if published else scheme
+        sides[scheme] = OurEngine(
+            folder, "bfloat16", "auto", args.arena_bytes, quantization=on_load
+        )
+        sides[scheme].load(folders)
+    results = {}
+    for count, adapters in cases:
+        prompts_of = partial(seeded_prompts, count, shape.vocab_size)
+        amounts = args.new_tokens, args.repetitions
+        runs = alternated(sides, prompts_of, adapters, *amounts)
+        results[f"{count}x{adapters}"] = runs
+        report(f"{count}x{adapters}", runs)
     write_results(args.name, {"isa": choose_isa("auto"), "runs": results}, args)
 
 

@@ -9,16 +9,15 @@ Prints ratios and writes `results/<machine>/cpu_sampling.json`.
 
 from __future__ import annotations
 
-import argparse
 import statistics
-from pathlib import Path
+from argparse import Namespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from benchmarks.cpu.sides import OurEngine
-from benchmarks.cpu_model import SHAPES, Shape, make_base, make_prompts
+from benchmarks.cpu_model import SHAPES, Shape, engine_options, make_base, make_prompts
 from benchmarks.machine import write_results
 from benchmarks.measuring import median_ratio, timed
 from loraplex.api.sampling import SamplingParams
@@ -39,7 +38,6 @@ KINDS: dict[str, dict[str, Any]] = {
 def main() -> None:
     """Measure, print, write."""
     args = parse_args()
-    args.work_dir.mkdir(parents=True, exist_ok=True)
     shape, rows = SHAPES[args.model], [int(count) for count in args.rows.split(",")]
     results = {
         "steps": steps(shape, rows, args),
@@ -48,18 +46,14 @@ def main() -> None:
     write_results("cpu_sampling", results, args)
 
 
-def parse_args() -> argparse.Namespace:
+def parse_args() -> Namespace:
     """Options."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--model", choices=tuple(SHAPES), default="135m")
-    parser.add_argument("--work-dir", type=Path, required=True, help="keep models here")
+    parser = engine_options(__doc__, repetitions=5, new_tokens=48)
     parser.add_argument("--rows", default="1,8,32", help="requests at once")
-    parser.add_argument("--repetitions", type=int, default=5)
-    parser.add_argument("--new-tokens", type=int, default=48)
     return parser.parse_args()
 
 
-def steps(shape: Shape, rows: list[int], args: argparse.Namespace) -> dict[str, Any]:
+def steps(shape: Shape, rows: list[int], args: Namespace) -> dict[str, Any]:
     """Seconds of a decode step by rows and kind, and each kind over greedy."""
     base = make_base(shape, args.work_dir)
     engine = OurEngine(

@@ -14,13 +14,11 @@ Writes `results/<machine>/cpu_speculation.json`.
 
 from __future__ import annotations
 
-import argparse
 import statistics
-from pathlib import Path
 from typing import Any
 
 from benchmarks.cpu.sides import OurEngine, Run, median_ratio_of
-from benchmarks.cpu_model import SHAPES, make_adapter, make_base, make_prompts
+from benchmarks.cpu_model import SHAPES, engine_options, make_adapter, make_base, make_prompts
 from benchmarks.machine import write_results
 from benchmarks.measuring import median_ratio
 
@@ -35,14 +33,9 @@ ARENA_BYTES = 600_000_000
 
 def main() -> None:
     """Measure, print, write."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--model", choices=tuple(SHAPES), default="135m")
-    parser.add_argument("--work-dir", type=Path, required=True, help="keep models here")
+    parser = engine_options(__doc__)
     parser.add_argument("--requests", default="1,4,8", help="at once")
-    parser.add_argument("--repetitions", type=int, default=3)
-    parser.add_argument("--new-tokens", type=int, default=64)
     args = parser.parse_args()
-    args.work_dir.mkdir(parents=True, exist_ok=True)
     shape = SHAPES[args.model]
     base, adapter = make_base(shape, args.work_dir), make_adapter(shape, args.work_dir, 1)
     sides = [OurEngine(base, "bfloat16", "auto", ARENA_BYTES, drafts=on) for on in (False, True)]

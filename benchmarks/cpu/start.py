@@ -10,16 +10,22 @@ the bytes of base and adapters.
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
 import sys
-from pathlib import Path
+from argparse import SUPPRESS, Namespace
 from typing import Any
 
 import psutil
 
-from benchmarks.cpu_model import SHAPES, make_adapter, make_base, make_prompts, rank_of
+from benchmarks.cpu_model import (
+    SHAPES,
+    base_options,
+    make_adapter,
+    make_base,
+    make_prompts,
+    rank_of,
+)
 from benchmarks.machine import write_results
 from loraplex_services.worker.native.build import build_library
 from loraplex_services.worker.native.isa import TORCH, choose_isa
@@ -35,16 +41,13 @@ runpy.run_module("benchmarks.cpu.start", run_name="__main__", alter_sys=True)
 
 def main() -> None:
     """Measure, print, write."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--model", choices=tuple(SHAPES), default="135m")
-    parser.add_argument("--work-dir", type=Path, required=True, help="keep models here")
+    parser = base_options(__doc__)
     parser.add_argument("--adapters", type=int, default=32)
-    parser.add_argument("--role", choices=("torch", "engine"), help=argparse.SUPPRESS)
+    parser.add_argument("--role", choices=("torch", "engine"), help=SUPPRESS)
     args = parser.parse_args()
     if args.role is not None:
         print(json.dumps(bare_torch() if args.role == "torch" else engine(args)))
         return
-    args.work_dir.mkdir(parents=True, exist_ok=True)
     shape = SHAPES[args.model]
     make_base(shape, args.work_dir)
     for adapter in range(args.adapters):
@@ -80,7 +83,7 @@ def bare_torch() -> dict[str, Any]:
     return {"rss_bytes": psutil.Process().memory_info().rss}
 
 
-def engine(args: argparse.Namespace) -> dict[str, Any]:
+def engine(args: Namespace) -> dict[str, Any]:
     """Load everything and decode once."""
     import time
 

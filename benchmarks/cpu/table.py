@@ -11,16 +11,16 @@ reached, or why it was not measured, and writes `results/<machine>/cpu_table.jso
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
 import sys
 import tempfile
+from argparse import Namespace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.cpu_model import SHAPES
+from benchmarks.cpu_model import engine_options
 from benchmarks.machine import cpu_facts, machine_kind, write_results
 from loraplex_services.worker.config import MAX_STEP_S
 from loraplex_services.worker.native.isa import half_is_fast, host_isas
@@ -111,7 +111,7 @@ def main() -> None:
     write_results(name, {"table": table, "rows": rows}, args)
 
 
-def run_decode(args: argparse.Namespace, level: str, results: Path) -> Rows:
+def run_decode(args: Namespace, level: str, results: Path) -> Rows:
     """The rows of `cpu.decode` at one level, both sides in the dtype that suits it."""
     options = [*at_level(level), "--peer-dtype", dtype_of(level), *counts(args)]
     options += ["--max-step-s", str(args.max_step_s)]
@@ -119,7 +119,7 @@ def run_decode(args: argparse.Namespace, level: str, results: Path) -> Rows:
     return [*found["table"], {"case": LOADS, **found["load_ms"]}]
 
 
-def run_peers(args: argparse.Namespace, level: str, results: Path) -> Rows:
+def run_peers(args: Namespace, level: str, results: Path) -> Rows:
     """The rows of `cpu.peers` for the base, which vLLM serves at a speed that can be compared."""
     options = ["--peers", str(args.peers), "--only", "vllm", "--cases", "8x0,32x0", *counts(args)]
     found = run("peers", args, [*at_level(level), *options], limits_of(level), results)
@@ -127,7 +127,7 @@ def run_peers(args: argparse.Namespace, level: str, results: Path) -> Rows:
     return rows
 
 
-def run_start(args: argparse.Namespace, results: Path) -> Rows:
+def run_start(args: Namespace, results: Path) -> Rows:
     """What `cpu.start` finds."""
     return [{"case": START, **run("start", args, [], {}, results)["table"]}]
 
@@ -147,14 +147,14 @@ def limits_of(level: str) -> dict[str, str]:
     return {} if level == host_isas()[0] else PEER_LIMITS[level]
 
 
-def counts(args: argparse.Namespace) -> list[str]:
+def counts(args: Namespace) -> list[str]:
     """How much to measure."""
     return ["--repetitions", str(args.repetitions), "--new-tokens", str(args.new_tokens)]
 
 
 def run(
     benchmark: str,
-    args: argparse.Namespace,
+    args: Namespace,
     options: list[str],
     environ: dict[str, str],
     results: Path,
@@ -215,15 +215,11 @@ def cell(entry: dict[str, Any], is_least: bool) -> str:
     return f"{entry['reached']:.2f} ({sign} {entry['goal']:g}{verdict})"
 
 
-def parse_args() -> argparse.Namespace:
+def parse_args() -> Namespace:
     """Options."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--model", choices=tuple(SHAPES), default="135m")
-    parser.add_argument("--work-dir", type=Path, required=True, help="keep models here")
+    parser = engine_options(__doc__)
     parser.add_argument("--peers", type=Path, help="where install_peers.sh put vLLM")
     parser.add_argument("--levels", help=f"of {', '.join(host_isas())}; all by default")
-    parser.add_argument("--repetitions", type=int, default=3)
-    parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--max-step-s", type=float, default=MAX_STEP_S, help="see cpu.decode")
     return parser.parse_args()
 

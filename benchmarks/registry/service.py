@@ -11,19 +11,19 @@ rebuilding from a bucket is measured, too.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import os
 import tempfile
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.machine import write_results
+from benchmarks.machine import options_of, write_results
 from benchmarks.registry.index import reindexing, reindexing_bucket, resolving
 from benchmarks.registry.transfers import memory, transfers
 
 
-async def _run(args: argparse.Namespace) -> None:
+async def _run(args: Namespace) -> None:
     """Every part, or those asked for, printed as they end, and written once all are there."""
     results: dict[str, Any] = {"load_average_before": round(os.getloadavg()[0], 1)}
     with tempfile.TemporaryDirectory(dir=args.work_dir) as folder:
@@ -48,7 +48,7 @@ async def _run(args: argparse.Namespace) -> None:
 
 def main() -> None:
     """Entry point."""
-    parser = argparse.ArgumentParser(description="Measure the registry.", allow_abbrev=False)
+    parser = options_of(__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--adapters", type=int, default=100_000, help="in the large index")
     parser.add_argument("--reindexed", type=int, default=20_000, help="adapters in a rebuild")

@@ -21,7 +21,6 @@ margin, the one that is hardest to tell apart.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import random
@@ -30,7 +29,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from benchmarks.machine import write_results
+from benchmarks.machine import options_of, write_results
 from loraplex.client.paired_test import LEVEL, Outcome, PairedTest
 
 MARGIN = 0.01
@@ -143,7 +142,7 @@ def equal(draw: Draw, num_trials: int) -> dict[str, float]:
 
 def main() -> None:
     """Simulate, print, write."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser = options_of(__doc__)
     parser.add_argument("--trials", type=int, default=2000)
     args = parser.parse_args()
     result: dict[str, object] = {"simulated": True}

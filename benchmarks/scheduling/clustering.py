@@ -11,14 +11,13 @@ and the share of requests with their first token in time, as means over seeds.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import statistics
 from typing import Any
 
 import msgspec
 
-from benchmarks.machine import write_results
+from benchmarks.machine import options_of, write_results
 from benchmarks.scheduling.slora_worker import capacity, fleet
 from loraplex.cli.output import print_table
 from loraplex.workload import RANK_MIXES, Workload, generate, ranks_of, summarize
@@ -44,7 +43,7 @@ def measure(fleet_: SimulatedFleet, mix: str, workload: Workload) -> dict[str, f
 
 def main() -> None:
     """Print the table and write `results/simulated/clustering.json`."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = options_of(__doc__)
     parser.add_argument("--mix", choices=sorted(RANK_MIXES), default="S2")
     parser.add_argument("--sizes", default="0,1,2,4,8,16,32", help="values of d")
     parser.add_argument("--rate-shares", default="1,1.15")

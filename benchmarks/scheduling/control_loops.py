@@ -13,7 +13,6 @@ results/simulated/control_loops.json.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import math
 import statistics
@@ -23,7 +22,7 @@ from multiprocessing import get_context
 from typing import Any
 from unittest.mock import patch
 
-from benchmarks.machine import write_results
+from benchmarks.machine import options_of, write_results
 from benchmarks.scheduling import overload
 from benchmarks.scheduling.cold_adapters import (
     DEADLINE_S,
@@ -261,7 +260,7 @@ def measure(loop: str, num_seeds: int) -> Figures:
 
 def main() -> None:
     """Print the table and write the results."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = options_of(__doc__)
     parser.add_argument("--only", default="", help="loops whose names contain this")
     parser.add_argument("--seeds", type=int, default=2)
     args = parser.parse_args()

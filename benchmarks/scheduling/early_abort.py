@@ -13,14 +13,13 @@ this trace, `most_in_time`; and what a scheduler reaches that knows all arrivals
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import heapq
 import statistics
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from benchmarks.machine import write_results
+from benchmarks.machine import options_of, write_results
 from benchmarks.scheduling.slora_worker import NUM_ADAPTERS, Capacity, capacity, fleet
 from loraplex.cli.output import print_table
 from loraplex.workload import (
@@ -100,7 +99,7 @@ def attainments(workload: Workload, most: Capacity) -> Attainment:
 
 def main() -> None:
     """Print the table and write `results/simulated/early_abort.json`."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = options_of(__doc__)
     parser.add_argument("--loads", default="0.5,0.8,1,1.5,2")
     parser.add_argument("--cvs", default="1,8")
     parser.add_argument("--duration", type=float, default=300.0)

@@ -11,7 +11,6 @@ time is virtual. Prints misses per request, and seconds of copies over those of 
 
 from __future__ import annotations
 
-import argparse
 import heapq
 import random
 import statistics
@@ -22,7 +21,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from benchmarks.machine import write_results
+from benchmarks.machine import options_of, write_results
 from loraplex.cli.output import print_table
 from loraplex_services.worker.cache.adapter_cache import AdapterCache
 from loraplex_services.worker.cache.adapter_limits import AdapterLimits
@@ -117,7 +116,7 @@ def run(order: LeastExpectedLoss, trace: str, seed: int) -> tuple[float, float]:
 
 def main() -> None:
     """Print the tables and write `results/simulated/eviction.json`."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = options_of(__doc__)
     parser.add_argument("--seeds", type=int, default=5)
     args = parser.parse_args()
     runs: list[dict[str, Any]] = []

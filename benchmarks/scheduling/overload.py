@@ -12,7 +12,6 @@ results/simulated/overload.json.
 
 from __future__ import annotations
 
-import argparse
 import heapq
 import logging
 import math
@@ -20,7 +19,7 @@ import random
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 
-from benchmarks.machine import write_results
+from benchmarks.machine import options_of, write_results
 from benchmarks.scheduling.slora_worker import COSTS
 from loraplex.workload import RequestOutcome, TracedRequest
 from loraplex_services.gateway.admission.queue import AdmissionLimits
@@ -156,7 +155,7 @@ def fairness(seed: int, seconds: float, per_s: float) -> Fairness:
 
 def main() -> None:
     """Entry point."""
-    parser = argparse.ArgumentParser(description="Simulate overload.", allow_abbrev=False)
+    parser = options_of(__doc__)
     parser.add_argument("--seconds", type=float, default=40.0, help="simulated, after a warm-up")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()

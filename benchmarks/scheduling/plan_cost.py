@@ -13,7 +13,6 @@ of 22M parameters (made once), the smallest base of any benchmark.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import itertools
 import statistics
@@ -22,7 +21,7 @@ from pathlib import Path
 
 from benchmarks.cpu.sides import OurEngine
 from benchmarks.cpu_model import make_base
-from benchmarks.machine import write_results
+from benchmarks.machine import options_of, write_results
 from benchmarks.serving.many_adapters import SMALL
 from loraplex.api.request import AdapterSet
 from loraplex.api.sampling import SamplingParams
@@ -161,7 +160,7 @@ def decode_step_s(work_dir: Path) -> float:
 
 def main() -> None:
     """Print a table and write `results/<machine>/plan_cost.json`."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = options_of(__doc__)
     parser.add_argument("--work-dir", type=Path, required=True, help="keep the base here")
     parser.add_argument("--steps", type=int, default=100, help="steps measured (100)")
     args = parser.parse_args()

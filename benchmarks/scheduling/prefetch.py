@@ -16,7 +16,6 @@ first token; and copies per request.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import itertools
 import math
@@ -28,7 +27,7 @@ from typing import Any
 
 import msgspec
 
-from benchmarks.machine import write_results
+from benchmarks.machine import options_of, write_results
 from benchmarks.scheduling.slora_worker import capacity, fleet
 from loraplex.api.residency import Tier
 from loraplex.cli.output import print_table
@@ -161,7 +160,7 @@ def measure(fleet_: SimulatedFleet, workload: Workload) -> dict[str, float]:
 
 def main() -> None:
     """Print the table and write `results/simulated/prefetch.json`."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = options_of(__doc__)
     parser.add_argument("--steps", default=",".join(OVERLAPS))
     parser.add_argument("--shares", default="1,1.2")
     parser.add_argument("--requests", default="0,1,4,16", help="whose adapters load ahead")

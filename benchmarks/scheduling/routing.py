@@ -14,7 +14,6 @@ Deterministic: the machine's clock is not read.
 
 from __future__ import annotations
 
-import argparse
 import heapq
 import itertools
 import math
@@ -23,6 +22,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from benchmarks.machine import options_of
 from loraplex.api.residency import AdapterResidency, Tier, WorkerLoad
 from loraplex_services.gateway.routing.router import ReplicaCounts, RoutingRequest, choose
 from loraplex_services.gateway.workers.view import WorkerView
@@ -213,7 +213,7 @@ def simulate(
 
 def main() -> None:
     """Entry point."""
-    parser = argparse.ArgumentParser(description="Simulate routing.", allow_abbrev=False)
+    parser = options_of(__doc__)
     parser.add_argument("--requests", type=int, default=20_000)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()

@@ -14,12 +14,11 @@ script does.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import statistics
 from typing import Any
 
-from benchmarks.machine import write_results
+from benchmarks.machine import options_of, write_results
 from benchmarks.scheduling.slora_worker import fleet
 from loraplex.cli.output import print_table
 from loraplex.cli.workload_flags import parse_lengths
@@ -70,7 +69,7 @@ def measure(workload: Workload, side: str) -> dict[str, float]:
 
 def main() -> None:
     """Print the table and write `results/simulated/sweep_<parameter>.json`."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = options_of(__doc__)
     parser.add_argument("--vary", choices=sorted(VALUES), required=True)
     parser.add_argument("--values", help="of that parameter, instead of the usual ones")
     parser.add_argument("--sides", default=",".join(SIDES))

@@ -16,11 +16,10 @@ adapters on q, k, v and o are divided (decision 13):
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 from dataclasses import dataclass
 
-from benchmarks.machine import write_results
+from benchmarks.machine import options_of, write_results
 from loraplex.cli.output import print_table
 from loraplex.workload import Workload, generate, summarize
 from loraplex_services.simulate.rooflines import Base, Gpu, Roofline, roofline
@@ -104,7 +103,7 @@ def throughput(case: Case, num_gpus: int, side: str, rate_per_s: float) -> float
 
 def main() -> None:
     """Print the table and write `results/simulated/tensor_parallel_simulated.json`."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = options_of(__doc__)
     parser.add_argument("--rate", type=float, default=12.0, help="requests/s, above capacity (12)")
     args = parser.parse_args()
     rows, runs = [], []

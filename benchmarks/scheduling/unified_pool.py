@@ -15,7 +15,6 @@ pool over the best of the shares and over S-LoRA's split, as means over seeds.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import statistics
 from collections.abc import Callable
@@ -26,7 +25,7 @@ from unittest import mock
 
 import msgspec
 
-from benchmarks.machine import write_results
+from benchmarks.machine import options_of, write_results
 from benchmarks.scheduling.slora_worker import BLOCK_BYTES, fleet
 from loraplex.cli.output import print_table
 from loraplex.units import parse_bytes
@@ -166,7 +165,7 @@ def rounded(ratios: dict[str, float]) -> str:
 
 def main() -> None:
     """Print the table and write the results."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = options_of(__doc__)
     parser.add_argument("--arena", type=parse_bytes, default=3 << 29)
     parser.add_argument("--shares", default="5,10,20,30,50")
     parser.add_argument("--ranks", default="64", help="dealt to the adapters (64)")

@@ -18,7 +18,6 @@ is that of merged weights, and torch's products on matrices of these shapes are 
 
 from __future__ import annotations
 
-import argparse
 import multiprocessing
 import statistics
 import time
@@ -33,6 +32,7 @@ from benchmarks.cpu_model import (
     RANKS,
     SHAPES,
     Shape,
+    base_options,
     make_adapter,
     make_base,
     make_prompts,
@@ -137,15 +137,12 @@ def packed_s(base: Path, batches: Sequence[Prompts], num_tokens: int) -> float:
 
 def main() -> None:
     """Print the table and write `results/<machine>/baselines.json`."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--work-dir", type=Path, required=True, help="keeps the models")
-    parser.add_argument("--model", choices=tuple(SHAPES), default="135m")
+    parser = base_options(__doc__)
     parser.add_argument("--counts", default="1,2,5,16", help="numbers of adapters")
     parser.add_argument("--tokens", type=int, default=24, help="of each answer")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--packed", type=int, default=5, help="most processes at once")
     args = parser.parse_args()
-    args.work_dir.mkdir(parents=True, exist_ok=True)
     shape, counts = SHAPES[args.model], [int(text) for text in args.counts.split(",")]
     base = make_base(shape, args.work_dir)
     folders = [make_adapter(shape, args.work_dir, adapter) for adapter in range(max(counts))]

@@ -11,7 +11,6 @@ end. Results are written after each twentieth, so that a run that is cut off lea
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import itertools
@@ -26,7 +25,7 @@ from pathlib import Path
 
 import psutil
 
-from benchmarks.machine import read_results, write_results
+from benchmarks.machine import options_of, read_results, write_results
 from benchmarks.serving.live_updates import DEMO, PROMPT, Trainer, summary
 from demo.stack import Stack, running_stack
 from loraplex import InferenceClient, RegistryClient, Sampling
@@ -165,7 +164,7 @@ def report(run: Run, elapsed_s: float, num_adapters: int) -> dict[str, object]:
 
 def main() -> None:
     """Measure, print, write."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser = options_of(__doc__)
     parser.add_argument("--adapters", type=int, default=100_000)
     parser.add_argument("--at-once", type=int, default=8)
     args = parser.parse_args()

@@ -14,7 +14,6 @@ so other work on the machine does not count. Writes results/<machine kind>/gatew
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import os
 import statistics
@@ -23,6 +22,7 @@ import sys
 import tempfile
 import time
 import urllib.request
+from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -31,7 +31,7 @@ from typing import Any
 import grpc
 import psutil
 
-from benchmarks.machine import write_results
+from benchmarks.machine import options_of, write_results
 from benchmarks.measuring import p99
 from benchmarks.serving.gateway_worker import PROBE_ID
 from loraplex.v1 import inference_pb2, inference_pb2_grpc, worker_pb2, worker_pb2_grpc
@@ -235,7 +235,7 @@ async def relayed(folder: Path, kind: str, streams: int, tokens: int) -> dict[st
     return {"tokens_per_cpu_s": int(out) / used_s, "tokens_per_s": int(out) / wall_s}
 
 
-async def run(args: argparse.Namespace) -> dict[str, Any]:
+async def run(args: Namespace) -> dict[str, Any]:
     """All measurements, their kinds alternating; medians over rounds."""
     rounds: dict[str, list[dict[str, float]]] = {"latency": [], "ids": [], "sse": []}
     for _ in range(args.rounds):
@@ -268,7 +268,7 @@ def _python(
 
 def main() -> None:
     """Entry point."""
-    parser = argparse.ArgumentParser(description="Measure the gateway.", allow_abbrev=False)
+    parser = options_of(__doc__)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--streams", type=int, default=200)
     parser.add_argument("--tokens", type=int, default=150, help="of each stream, for throughput")

@@ -10,16 +10,15 @@ while the other works.
 
 from __future__ import annotations
 
-import argparse
 import http.client
 import json
 import statistics
 import time
+from argparse import Namespace
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 from benchmarks.cpu.sides import OurEngine
-from benchmarks.cpu_model import SHAPES, make_adapter, make_base, make_prompts
+from benchmarks.cpu_model import SHAPES, engine_options, make_adapter, make_base, make_prompts
 from benchmarks.machine import write_results
 from demo.run import publish
 from demo.stack import running_stack
@@ -33,7 +32,6 @@ def main() -> None:
     """Measure, print, write."""
     args = parse_args()
     shape = SHAPES[args.model]
-    args.work_dir.mkdir(parents=True, exist_ok=True)
     base = make_base(shape, args.work_dir)
     folders = [make_adapter(shape, args.work_dir, i) for i in range(args.adapters)]
     ours = OurEngine(base, "auto", "auto", ARENA_BYTES)
@@ -58,15 +56,11 @@ def main() -> None:
     write_results("cpu_http", {"http_over_in_process": ratio, "all": ratios}, args)
 
 
-def parse_args() -> argparse.Namespace:
+def parse_args() -> Namespace:
     """Options."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--model", choices=tuple(SHAPES), default="135m")
-    parser.add_argument("--work-dir", type=Path, required=True, help="keep models here")
+    parser = engine_options(__doc__)
     parser.add_argument("--requests", type=int, default=32)
     parser.add_argument("--adapters", type=int, default=8)
-    parser.add_argument("--new-tokens", type=int, default=64)
-    parser.add_argument("--repetitions", type=int, default=3)
     return parser.parse_args()
 
 

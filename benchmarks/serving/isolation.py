@@ -15,7 +15,6 @@ the rows of other resources are kept.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import secrets
@@ -25,6 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from argparse import ArgumentTypeError, Namespace
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -32,7 +32,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.machine import read_results, write_results
+from benchmarks.machine import options_of, read_results, write_results
 from benchmarks.measuring import p99
 from benchmarks.serving.isolation_attacks import (
     ATTACKS,
@@ -90,9 +90,9 @@ def main() -> None:
     write_results("isolation", {"rows": {name: rows[name] for name in ATTACKS if name in rows}})
 
 
-def parse_args() -> argparse.Namespace:
+def parse_args() -> Namespace:
     """Options."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser = options_of(__doc__)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=6.0, help="of each half of a round")
     parser.add_argument(
@@ -105,7 +105,7 @@ def _resources(text: str) -> list[str]:
     names = text.split(",")
     unknown = set(names) - set(ATTACKS)
     if unknown:
-        raise argparse.ArgumentTypeError(f"there is no resource {', '.join(sorted(unknown))}")
+        raise ArgumentTypeError(f"there is no resource {', '.join(sorted(unknown))}")
     return names
 
 

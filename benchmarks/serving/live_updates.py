@@ -14,7 +14,6 @@ it is not the one of those weights. A control scores answers under another versi
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import multiprocessing
@@ -34,7 +33,7 @@ from safetensors.torch import load_file
 
 from benchmarks.cpu_model import SHAPES, make_base
 from benchmarks.llama import write_adapter
-from benchmarks.machine import write_results
+from benchmarks.machine import options_of, write_results
 from benchmarks.measuring import p99
 from demo.stack import running_stack
 from loraplex import InferenceClient, Publication, RegistryClient, Sampling
@@ -344,7 +343,7 @@ def _large(root: Path) -> tuple[Path, Path]:
 
 def main() -> None:
     """Measure, print, write."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser = options_of(__doc__)
     parser.add_argument("--updates", type=int, default=1000)
     parser.add_argument("--clients", type=int, default=4)
     parser.add_argument("--others", type=int, default=2)

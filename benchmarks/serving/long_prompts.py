@@ -11,7 +11,6 @@ prompts included. Figures are medians of short rounds in which every bound serve
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import random
 import statistics
@@ -21,7 +20,7 @@ from pathlib import Path
 import msgspec
 
 from benchmarks.cpu_model import SHAPES, make_base
-from benchmarks.machine import write_results
+from benchmarks.machine import options_of, write_results
 from benchmarks.measuring import median_ratio, timed
 from benchmarks.serving.many_adapters import (
     SMALL,
@@ -82,7 +81,7 @@ def measure(bench: Bench, max_step_s: float, num_prompts: int, num_prompt: int) 
 
 def main() -> None:
     """Measure, print, write `results/<machine>/long_prompts_<base>.json`."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = options_of(__doc__)
     parser.add_argument("--work-dir", type=Path, required=True, help="for the files; kept")
     parser.add_argument("--base", choices=[SMALL.name, *SHAPES], default="135m")
     parser.add_argument(

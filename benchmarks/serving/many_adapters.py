@@ -15,13 +15,13 @@ adapter is only on disk, over one whose adapter is resident; and the time of one
 
 from __future__ import annotations
 
-import argparse
 import gc
 import hashlib
 import json
 import random
 import statistics
 import time
+from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,7 +31,7 @@ import torch
 
 from benchmarks.cpu_model import SHAPES, make_base
 from benchmarks.llama import Shape, write_adapter
-from benchmarks.machine import write_results
+from benchmarks.machine import options_of, write_results
 from loraplex.api.request import AdapterSet, WorkerRequest
 from loraplex.api.residency import Tier
 from loraplex.api.sampling import SamplingParams
@@ -207,7 +207,7 @@ def make_bench(base: Path, folders: list[Path], arena_bytes: int, dtype: str = "
     return Bench(runner, engine, folders, num_pages)
 
 
-def compare_counts(bench: Bench, args: argparse.Namespace) -> list[dict[str, Any]]:
+def compare_counts(bench: Bench, args: Namespace) -> list[dict[str, Any]]:
     """Every n compared with n = 0, measured before and after it."""
     bench.throughput(0, BATCH, 4)
     rows = []
@@ -228,7 +228,7 @@ def compare_counts(bench: Bench, args: argparse.Namespace) -> list[dict[str, Any
     return rows
 
 
-def compare_base(bench: Bench, bare: Bench, args: argparse.Namespace) -> float:
+def compare_base(bench: Bench, bare: Bench, args: Namespace) -> float:
     """Base traffic with adapters resident over an engine that never saw one; median of turns."""
     ratios = []
     for _ in range(args.rounds):
@@ -289,7 +289,7 @@ def load_ms(root: Path, shape: Shape, rank: int, repetitions: int = 30) -> dict[
 
 def main() -> None:
     """Measure, print, write `results/<machine>/many_adapters.json`."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = options_of(__doc__)
     parser.add_argument("--work-dir", type=Path, required=True, help="for the files; kept")
     parser.add_argument("--adapters", type=int, default=2000)
     parser.add_argument("--requests", type=int, default=192)

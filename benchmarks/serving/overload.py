@@ -13,7 +13,6 @@ kind>/overload_measured.json.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import itertools
 import json
@@ -24,6 +23,7 @@ import statistics
 import subprocess
 import sys
 import time
+from argparse import Namespace
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -32,7 +32,7 @@ from typing import Any
 import grpc
 
 from benchmarks.cpu_model import SHAPES, make_base
-from benchmarks.machine import write_results
+from benchmarks.machine import options_of, write_results
 from benchmarks.scheduling.overload import Overload
 from demo.stack import Stack, running_stack
 from loraplex.api.error_wire import from_rpc_error
@@ -60,7 +60,7 @@ class Outcome:
 class Clients:
     """Sends requests of several tenants to one gateway."""
 
-    def __init__(self, stack: Stack, keys: Mapping[str, str], args: argparse.Namespace) -> None:
+    def __init__(self, stack: Stack, keys: Mapping[str, str], args: Namespace) -> None:
         options = [("grpc.use_local_subchannel_pool", 1)]
         self._channels = {
             tenant: grpc.aio.insecure_channel(stack.grpc, options=options) for tenant in keys
@@ -147,7 +147,7 @@ def first_tokens(outcomes: list[Outcome]) -> dict[str, float]:
     return {"p50_ms": p50, "p95_ms": p95, "served": len(waits) / len(outcomes)}
 
 
-async def one_round(clients: Clients, args: argparse.Namespace) -> dict[str, Any]:
+async def one_round(clients: Clients, args: Namespace) -> dict[str, Any]:
     """All figures once."""
     before = await clients.capacity(args.clients, args.seconds)
     seen = await clients.poisson({"crowd": 2.0 * before}, args.seconds, args.deadline)
@@ -162,7 +162,7 @@ async def one_round(clients: Clients, args: argparse.Namespace) -> dict[str, Any
     return {"capacity": [before, after], "overload": asdict(overload), "polite": fair}
 
 
-async def run(stack: Stack, keys: Mapping[str, str], args: argparse.Namespace) -> dict[str, Any]:
+async def run(stack: Stack, keys: Mapping[str, str], args: Namespace) -> dict[str, Any]:
     """Every round, and medians."""
     clients = Clients(stack, keys, args)
     await clients.capacity(args.clients, 1.0)
@@ -198,7 +198,7 @@ def registry(stack: Stack, key: str, *command: str) -> str:
 
 def main() -> None:
     """Measure, print, write."""
-    parser = argparse.ArgumentParser(description="Measure overload.", allow_abbrev=False)
+    parser = options_of(__doc__)
     parser.add_argument("--work-dir", type=Path, required=True, help="keep the base here")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=10.0, help="of each part of a round")

@@ -12,7 +12,6 @@ groups. Prints medians of tokens per second and per second of both ranks' proces
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from pathlib import Path
@@ -22,7 +21,7 @@ import torch
 
 from benchmarks.cpu_model import make_base, make_prompts
 from benchmarks.llama import ATTENTION, Shape, write_adapter
-from benchmarks.machine import write_results
+from benchmarks.machine import options_of, write_results
 from loraplex.cli.output import print_table
 from loraplex_services.worker.runner.building import build_runner
 from tests.worker.parity.driving import Driver, Job, greedy
@@ -109,7 +108,7 @@ def measure(work_dir: Path, num_rounds: int, num_tokens: int) -> dict[str, dict[
 
 def main() -> None:
     """Measure, print, write `results/<machine>/tensor_parallel.json`."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = options_of(__doc__)
     parser.add_argument("--work-dir", type=Path, required=True, help="for the files; kept")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=16)

@@ -17,7 +17,6 @@ of all processes grew by more than 5% from one third of the run to its end.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import itertools
@@ -36,7 +35,7 @@ import numpy as np
 import psutil
 import torch
 
-from benchmarks.machine import write_results
+from benchmarks.machine import options_of, write_results
 from demo.stack import Stack, running_stack
 from loraplex import InferenceClient, Publication, RegistryClient, Sampling
 from loraplex.workload import TracedRequest, UniformLengths, Workload, generate
@@ -299,7 +298,7 @@ def compare(fleet: Fleet, num_samples: int) -> dict[str, int]:
 
 def main() -> int:
     """Print and write the results. Returns the exit code."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = options_of(__doc__)
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--adapters", type=int, default=2000)
     parser.add_argument("--rate", type=float, default=4.0, help="requests a second (4)")

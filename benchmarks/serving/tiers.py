@@ -21,7 +21,6 @@ bytes of adapters on each tier, and what publishing and fetching one of the 2,00
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import os
 import random
@@ -38,7 +37,7 @@ import psutil
 import torch
 
 from benchmarks.llama import LLAMA_2_7B, write_adapter, write_base_config
-from benchmarks.machine import write_results
+from benchmarks.machine import options_of, write_results
 from benchmarks.serving.many_adapters import make_config
 from benchmarks.serving.sparse_files import SparseStore, dig_holes, write_sparse_adapter
 from loraplex.api.request import AdapterSet, WorkerRequest
@@ -281,7 +280,7 @@ async def measure(
 
 def main() -> None:
     """Measure, print, write `results/<machine>/tiers.json`."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = options_of(__doc__)
     parser.add_argument("--work-dir", type=Path, required=True, help="for the files; start empty")
     parser.add_argument("--stored", type=int, default=1990, help="sparse adapters")
     parser.add_argument("--adapters", type=int, default=9, help="adapters with random values")

@@ -14,7 +14,6 @@ the same requests. A share that cannot hold the largest adapter serves nothing.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import random
 import statistics
@@ -25,7 +24,7 @@ from typing import Any
 import msgspec
 
 from benchmarks.cpu_model import SHAPES, make_base
-from benchmarks.machine import write_results
+from benchmarks.machine import options_of, write_results
 from benchmarks.scheduling.unified_pool import Split, engine_kind, over_splits, rounded, splits_of
 from benchmarks.serving.many_adapters import (
     SMALL,
@@ -90,7 +89,7 @@ def measure(bench: Bench, split: Split | None, num_blocks: int, seed: int) -> tu
 
 def main() -> None:
     """Measure, print, write `results/<machine>/unified_pool_measured_<ranks>_<blocks>.json`."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = options_of(__doc__)
     parser.add_argument("--work-dir", type=Path, required=True, help="for the files; kept")
     parser.add_argument("--shares", default="5,10,20,30,50")
     parser.add_argument("--ranks", default="8", help="dealt to the adapters (8)")

@@ -15,17 +15,17 @@ speed; the second ratio says how much.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import gc
 import statistics
 import time
+from argparse import Namespace
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.cpu_model import make_base
-from benchmarks.machine import write_results
+from benchmarks.machine import options_of, write_results
 from benchmarks.serving.many_adapters import (
     BATCH,
     RANKS,
@@ -120,7 +120,7 @@ def play(bench: Bench, trace: list[TracedRequest], clock: ProcessorClock) -> lis
     ]
 
 
-def traced_bench(args: argparse.Namespace, steps: Path, clock: ProcessorClock) -> Bench:
+def traced_bench(args: Namespace, steps: Path, clock: ProcessorClock) -> Bench:
     """An engine whose runner writes every step down."""
     base = make_base(SMALL, args.work_dir)
     folders = [
@@ -133,7 +133,7 @@ def traced_bench(args: argparse.Namespace, steps: Path, clock: ProcessorClock) -
     return bench
 
 
-def simulate(costs: Costs, args: argparse.Namespace, played: Sequence[Played]) -> list[Summary]:
+def simulate(costs: Costs, args: Namespace, played: Sequence[Played]) -> list[Summary]:
     """Simulate the same traces."""
     trace: list[TracedRequest] = []
     begins_s = [0.0]
@@ -150,7 +150,7 @@ def simulate(costs: Costs, args: argparse.Namespace, played: Sequence[Played]) -
     ]
 
 
-def compared(costs: Costs, args: argparse.Namespace, played: Sequence[Played]) -> list[Any]:
+def compared(costs: Costs, args: Namespace, played: Sequence[Played]) -> list[Any]:
     """All runs of each trace that was played twice, and their ratios."""
     found: dict[Workload, list[tuple[Summary, Summary]]] = {}
     for (workload, outcomes), said in zip(played, simulate(costs, args, played), strict=True):
@@ -190,7 +190,7 @@ def rows_of(runs: list[dict[str, Any]]) -> list[list[str]]:
 
 def main() -> None:
     """Measure, fit, simulate, print, write `results/<machine>/simulated_engine.json`."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = options_of(__doc__)
     parser.add_argument("--work-dir", type=Path, required=True, help="for the files; kept")
     parser.add_argument("--seconds", type=float, default=3.0, help="of each trace (3)")
     parser.add_argument("--fit-rate", type=float, default=16.0)

@@ -15,19 +15,19 @@ same traces one after the other. Prints simulated over measured.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import dataclasses
 import itertools
 import json
 import subprocess
 import sys
+from argparse import Namespace
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.machine import write_results
+from benchmarks.machine import options_of, write_results
 from demo.stack import Stack, running_stack
 from loraplex.adapter_format import CONFIG_FILE
 from loraplex.cli.output import print_table
@@ -101,7 +101,7 @@ def flags(workload: Workload) -> list[str]:
     ]
 
 
-def planned(args: argparse.Namespace) -> list[Run]:
+def planned(args: Namespace) -> list[Run]:
     """What is played, in its order."""
     usual = Workload(NUM_ADAPTERS, args.fit_rate, args.seconds, alpha=0.5, lengths=LENGTHS)
     bursts = Run(BURSTS, dataclasses.replace(usual, cv=FIT_CV))
@@ -233,7 +233,7 @@ def compare(measured: Sequence[Run], costs: Costs) -> list[dict[str, Any]]:
 
 def main() -> None:
     """Measure, simulate, print, write `results/<machine>/simulated_and_measured.json`."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = options_of(__doc__)
     parser.add_argument("--work-dir", type=Path, required=True, help="for state and step trace")
     parser.add_argument("--seconds", type=float, default=3.0, help="of each trace (3)")
     parser.add_argument("--rounds", type=int, default=5, help="of all traces (5)")
