@@ -44,28 +44,12 @@ class VirtualClock:
         self.now_s = max(self.now_s, moment_s)
 
 
-@dataclass(frozen=True, slots=True)
-class SimulatedCopy:
-    """A copy that ends at a time of the virtual clock; its result is itself."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulatedCopy(Copied):
+    """A copy of a plain LoRA that ends at a time of the virtual clock; its result is itself."""
 
-    path: Path
-    num_bytes: int
-    elapsed_s: float
     end_s: float
     clock: VirtualClock
-    failure: BaseException | None = None
-    is_on_host: bool = False
-    left_host: tuple[Path, ...] = ()
-
-    @property
-    def ready_s(self) -> float:
-        """It is passed on when it is complete."""
-        return self.elapsed_s
-
-    @property
-    def facts(self) -> AdapterFacts:
-        """Facts of a plain LoRA."""
-        return AdapterFacts()
 
     def done(self) -> bool:
         """True from `end_s` on."""
@@ -149,7 +133,9 @@ class TimedRunner:
         num_bytes = extents.num_pages * self._page_bytes
         elapsed_s = self._costs.load(num_bytes)
         self._copies_end_s = max(self._copies_end_s, self._clock.now_s) + elapsed_s
-        copy = SimulatedCopy(path, num_bytes, elapsed_s, self._copies_end_s, self._clock)
+        facts, times = AdapterFacts(), (elapsed_s, elapsed_s)  # passed on when it is complete
+        end_s = self._copies_end_s
+        copy = SimulatedCopy(path, num_bytes, facts, *times, end_s=end_s, clock=self._clock)
         self._copies.append(copy)
         return copy
 

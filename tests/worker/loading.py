@@ -11,7 +11,9 @@ from pathlib import Path
 
 import torch
 
+from loraplex_services.worker.adapters.device.copy_events import CopyEvents
 from loraplex_services.worker.adapters.device.loader import CopiedImage
+from loraplex_services.worker.adapters.pack.image import ImageIndex
 from loraplex_services.worker.runner.runner import TorchRunner
 from loraplex_services.worker.types.extents import Extents, extent_begins
 
@@ -53,4 +55,16 @@ def load_adapter(runner: TorchRunner, slot: int, folder: Path, blocks: Sequence[
     image = runner._adapters._packer.pack(folder)
     _, first_pages = in_blocks(runner, image.index.num_pages, blocks)
     runner._adapters._fill(folder, image, first_pages, 0.0)
-    runner.enter_adapter(slot, CopiedImage(folder, image.index, first_pages, 0.0, 0.0))
+    runner.enter_adapter(slot, copied_image(folder, image.index, first_pages))
+
+
+def copied_image(
+    folder: Path,
+    index: ImageIndex,
+    first_pages: Sequence[int],
+    copy_events: CopyEvents | None = None,
+) -> CopiedImage:
+    """What the loader says of a copy that took no time."""
+    facts = folder, index.num_bytes, index.facts, 0.0, 0.0
+    pages = tuple(first_pages)
+    return CopiedImage(*facts, index=index, first_pages=pages, copy_events=copy_events)

@@ -71,48 +71,25 @@ class Pending(Protocol[T_co]):
         ...
 
 
-class Copied(Protocol):
+@dataclass(frozen=True, slots=True)
+class Copied:
     """An adapter whose bytes are in the arena, to be entered."""
 
-    @property
-    def path(self) -> Path:
-        """The folder from which it was copied."""
-        ...
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of its image."""
-        ...
-
-    @property
-    def elapsed_s(self) -> float:
-        """How long the copy takes, in seconds."""
-        ...
-
-    @property
-    def ready_s(self) -> float:
-        """After how many seconds of them steps that use it may be launched."""
-        ...
-
-    @property
-    def facts(self) -> AdapterFacts:
-        """What requests must know about the adapter."""
-        ...
-
-    @property
-    def failure(self) -> BaseException | None:
-        """Why another rank could not copy it, so that it cannot be entered."""
-        ...
-
-    @property
-    def is_on_host(self) -> bool:
-        """Whether its image is in pinned host memory now, from where it is copied sooner."""
-        ...
-
-    @property
-    def left_host(self) -> tuple[Path, ...]:
-        """Folders whose images have left pinned host memory since the copy before."""
-        ...
+    path: Path
+    """The folder from which it was copied."""
+    num_bytes: int
+    """Bytes of its image."""
+    facts: AdapterFacts
+    elapsed_s: float
+    """How long the copy takes."""
+    ready_s: float
+    """After how many seconds of them steps that use it may be launched."""
+    failure: BaseException | None = None
+    """Why another rank could not copy it, so that it cannot be entered."""
+    is_on_host: bool = False
+    """Whether its image is in pinned host memory now, from where it is copied sooner."""
+    left_host: tuple[Path, ...] = ()
+    """Folders whose images have left pinned host memory since the copy before."""
 
 
 class LaunchedStep(Protocol):

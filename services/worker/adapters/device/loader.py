@@ -26,41 +26,22 @@ from loraplex_services.worker.adapters.pack.image import (
 from loraplex_services.worker.adapters.pack.packing import Packer
 from loraplex_services.worker.arena_buffer import ArenaBuffer
 from loraplex_services.worker.layers.ropes import Ropes
-from loraplex_services.worker.types.adapter_facts import AdapterFacts
 from loraplex_services.worker.types.extents import Extents, extent_lengths
 from loraplex_services.worker.types.own_rope import BaseRopes, own_ropes
+from loraplex_services.worker.types.runner_protocol import Copied
 
 
-@dataclass(frozen=True, slots=True)
-class CopiedImage:
-    """Implements `runner_protocol.Copied`."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopiedImage(Copied):
+    """An adapter that the loader copied."""
 
-    path: Path
     index: ImageIndex
     first_pages: tuple[int, ...]
     """First page of each of its extents."""
-    elapsed_s: float
-    ready_s: float
     copy_events: CopyEvents | None = None
     """What steps have to wait for; None = every byte is on the device."""
     copy_id: int = 0
     """Identifies the copy to the other tensor-parallel ranks, if there are any."""
-    failure: BaseException | None = None
-    """Why one of these ranks could not copy it."""
-    is_on_host: bool = False
-    """Whether the image is in pinned host memory now."""
-    left_host: tuple[Path, ...] = ()
-    """Folders whose images have left it since the copy before."""
-
-    @property
-    def facts(self) -> AdapterFacts:
-        """What requests must know about the adapter."""
-        return self.index.facts
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the image."""
-        return self.index.num_bytes
 
 
 class AtOnce(Executor):
@@ -162,7 +143,14 @@ class AdapterLoader:
             last_byte = max(own, default=0) * self._arena.page_bytes
             self._copying.submit(self._arena.provide_after, last_byte)
             copied = CopiedImage(
-                folder, index, tuple(own), ready_s + expected_s, ready_s, copy_events
+                folder,
+                index.num_bytes,
+                index.facts,
+                ready_s + expected_s,
+                ready_s,
+                index=index,
+                first_pages=tuple(own),
+                copy_events=copy_events,
             )
         if self._host is None:
             return copied

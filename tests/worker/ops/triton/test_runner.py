@@ -12,7 +12,6 @@ from benchmarks.gpu.checks import WrongResult, check_step
 from loraplex.api.sampling import SamplingParams
 from loraplex.errors import Unsupported
 from loraplex_services.worker.adapters.device.copy_events import CopyEvents, StallTimer
-from loraplex_services.worker.adapters.device.loader import CopiedImage
 from loraplex_services.worker.ops.attention import triton as attention
 from loraplex_services.worker.ops.lora import triton as fast
 from loraplex_services.worker.runner import building
@@ -28,7 +27,13 @@ from loraplex_services.worker.types.extents import extent_sizes
 from loraplex_services.worker.types.request import Request
 from loraplex_services.worker.types.runner_settings import RunnerSettings
 from loraplex_services.worker.types.step_plan import PlannedRow, StepPlan
-from tests.worker.loading import HOST_CACHE_BYTES, adapter_blocks, in_blocks, load_adapter
+from tests.worker.loading import (
+    HOST_CACHE_BYTES,
+    adapter_blocks,
+    copied_image,
+    in_blocks,
+    load_adapter,
+)
 from tests.worker.ops.triton.conftest import INTERPRETING
 from tests.worker.tiny import write_adapter, write_base
 
@@ -212,7 +217,7 @@ def test_no_byte_of_an_adapter_being_copied_is_read_before_its_copy_ends(folders
     events = [BytesToCome(runner.arena, *e) for e in zip(positions, sizes, strict=True)]
     assert len(events) > 1
     copy_events = CopyEvents(index, InOrder(events), StallTimer(lambda: events[0]))
-    runner.enter_adapter(slot, CopiedImage(folder, index, positions, 0.0, 0.0, copy_events))
+    runner.enter_adapter(slot, copied_image(folder, index, positions, copy_events))
     with torch.inference_mode():
         found = forward(runner, plan)
     assert torch.equal(found, expected)
@@ -239,7 +244,7 @@ def test_an_adapter_that_leaves_while_it_lands_is_waited_for(folders, kernel_run
     sizes = extent_sizes(index.num_pages, runner.arena.pages_per_block)
     events = [BytesToCome(runner.arena, *e) for e in zip(positions, sizes, strict=True)]
     copy_events = CopyEvents(index, events, StallTimer(lambda: events[0]))
-    runner.enter_adapter(3, CopiedImage(folder, index, positions, 0.0, 0.0, copy_events))
+    runner.enter_adapter(3, copied_image(folder, index, positions, copy_events))
     assert not copy_events.is_done
     runner.unload_adapter(3)
     assert copy_events.is_done

@@ -14,6 +14,7 @@ from loraplex_services.worker.adapters.pack.image import ImageIndex
 from loraplex_services.worker.runner.parallel.messages import Copy, CopyDone, Drop, RankLost
 from loraplex_services.worker.runner.parallel.rank_process import FollowingRank
 from loraplex_services.worker.types.extents import Extents
+from tests.worker.loading import copied_image
 
 
 class Event:
@@ -50,7 +51,7 @@ def test_steps_wait_for_a_copy_that_is_dropped_while_it_is_under_way():
     event, index = Event(), ImageIndex("layout", 1, 64, [])
     done: Future[CopiedImage] = Future()
     copy_events = CopyEvents(index, [event], StallTimer(Event))
-    done.set_result(CopiedImage(Path("one"), index, (0,), 0.1, 0.1, copy_events))
+    done.set_result(copied_image(Path("one"), index, (0,), copy_events))
     copy = Copy(1, "one", Extents(1, (0,)), 0.0)
     rank_zero = RankZero(copy, Drop(2), Drop(1), Drop(1))
     runner = SimpleNamespace(copy_adapter=lambda *arguments: done)
