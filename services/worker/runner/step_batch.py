@@ -22,7 +22,7 @@ from loraplex_services.worker.ops.lora.records import Records
 from loraplex_services.worker.ops.lora.tables import DeltaTable
 from loraplex_services.worker.ops.lora.worklist import LoraBatch
 from loraplex_services.worker.ops.recurrence.backend import StateBatch, state_batch, state_cells
-from loraplex_services.worker.runner.step_inputs import StepInputs, read_plan
+from loraplex_services.worker.runner.step_inputs import Int64s, StepInputs, read_plan
 from loraplex_services.worker.transfers import to_device
 from loraplex_services.worker.types.step_plan import StepPlan
 
@@ -55,27 +55,40 @@ class BatchMaker:
 
     def make(self, step: StepInputs) -> ForwardBatch:
         """Tensors of one step, for an eager forward pass."""
+        num_tokens, device_inputs = step.num_token_rows, None
+        rope_rows: torch.Tensor | None = None
         if self.gpu is not None and step.plan.uses_cache:
-            return self._make_for_gpu(step, self.gpu)
-        positions = to_device(torch.from_numpy(step.positions()), self.device)
-        rope_rows = None
-        if step.rope_rows is not None:
-            rope_rows = torch.from_numpy(step.per_token(step.rope_rows))
-        lora = LoraBatch(step.runs, self.deltas, self.records)
+            buffer = self.gpu.eager_inputs(step)
+            device_inputs = buffer.device_inputs(step)
+            input_ids, positions = buffer.input_ids[:num_tokens], buffer.positions[:num_tokens]
+            if step.rope_rows is not None:
+                rope_rows = buffer.rope_rows[:num_tokens]
+        else:
+            input_ids, positions = (
+                self._on_device(step.token_ids),
+                self._on_device(step.positions()),
+            )
+            if step.rope_rows is not None:
+                rope_rows = self._on_device(step.per_token(step.rope_rows))
+        if self.gpu is None:
+            lora = LoraBatch(step.runs, self.deltas, self.records)
+        else:
+            lora = self.gpu.lora_batch(step.runs, num_tokens, step.is_decode)
         # With compiled kernels, the bits of a row do not depend on which others are computed.
         read_rows = None if self.records is None else step.read_rows
-        if self.gpu is not None:
-            lora = self.gpu.lora_batch(step.runs, step.num_token_rows)
         return ForwardBatch(
-            input_ids=to_device(torch.from_numpy(step.token_ids), self.device),
+            input_ids=input_ids,
             positions=positions,
-            attention=self._attention(step, positions),
+            attention=self._attention(step, positions, device_inputs),
             lora=lora,
-            rope_rows=None if rope_rows is None else to_device(rope_rows, self.device),
+            rope_rows=rope_rows,
             states=self._states(step.plan),
             read_rows=None if read_rows is None else torch.from_numpy(read_rows),
             routing=RoutingNotes() if step.plan.notes_experts else None,
         )
+
+    def _on_device(self, values: Int64s) -> torch.Tensor:
+        return to_device(torch.from_numpy(values), self.device)
 
     def _states(self, plan: StepPlan) -> StateBatch | None:
         if self.states is None:
@@ -84,24 +97,11 @@ class BatchMaker:
         cells = state_cells(self.kv.arena.data, self.states)
         return state_batch(plan.states, cells, self.states)
 
-    def _make_for_gpu(self, step: StepInputs, gpu: GpuPath) -> ForwardBatch:
-        buffer, num_tokens = gpu.eager_inputs(step), step.num_token_rows
-        positions = buffer.positions[:num_tokens]
-        return ForwardBatch(
-            input_ids=buffer.input_ids[:num_tokens],
-            positions=positions,
-            attention=self._attention(step, positions, buffer.device_inputs(step)),
-            lora=gpu.lora_batch(step.runs, num_tokens, step.is_decode),
-            rope_rows=None if step.rope_rows is None else buffer.rope_rows[:num_tokens],
-            states=self._states(step.plan),
-            routing=RoutingNotes() if step.plan.notes_experts else None,
-        )
-
     def _attention(
         self,
         step: StepInputs,
         position_ids: torch.Tensor,
-        device_inputs: DeviceInputs | None = None,
+        device_inputs: DeviceInputs | None,
     ) -> AttentionMetadata:
         rows, num_contexts = step.plan.rows, step.plan.num_contexts
         params = KvCacheParams(use_cache=False)
