@@ -129,7 +129,7 @@ class _Parser:
             raise self.error("repeats something that can match nothing")
         self.skip("?")
         if self.peek() and self.peek() in "*+?{":
-            raise self.error("repeats a repeat, or possessively, which is not accepted")
+            raise self.error("repeats a repetition or is possessive, which is not accepted")
         return Repeat(part, low, high)
 
     def counts(self) -> tuple[int, int | None] | None:

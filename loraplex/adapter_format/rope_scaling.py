@@ -144,7 +144,7 @@ def _read(kind: str, value: Mapping[str, object]) -> RopeScaling:
         tuple((key, _value(value, key)) for key in sorted(own & value.keys())),
     )
     if kind == "default" and theta is None:
-        raise _refused(".rope_theta", None, "is required by default, which is the base's otherwise")
+        raise _refused(".rope_theta", None, "must be set: without it, this type changes nothing")
     if kind == "llama3":
         numbers = dict(scaling.params)
         if not float(str(numbers["high_freq_factor"])) > float(str(numbers["low_freq_factor"])):

@@ -119,7 +119,7 @@ def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 def _integer(digits: str) -> int:
     if len(digits) > MAX_DIGITS:
-        raise _Refused(f"has a number of {len(digits)} digits; at most {MAX_DIGITS} make sense")
+        raise _Refused(f"has a number of {len(digits)} digits; at most {MAX_DIGITS} are accepted")
     return int(digits)
 
 

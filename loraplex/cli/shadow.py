@@ -136,7 +136,7 @@ async def _versions(
     if len(args.sides) != 2:
         raise InvalidRequest("sides: --shadow takes the served version and one other")
     if args.when_loaded or args.expect:
-        raise InvalidRequest("--shadow: goes without --when-loaded and --expect")
+        raise InvalidRequest("--shadow: leave out --when-loaded and --expect")
     if args.max_pairs == 0:
         raise InvalidRequest.field("--max-pairs", 0, "must be at least 1")
     served, candidate = [

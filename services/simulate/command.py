@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _costs(args: argparse.Namespace) -> tuple[Costs, int]:
-    """And the arena that belongs to them unless a flag sets its size."""
+    """The costs, and the size of the arena: theirs unless a flag sets it."""
     if (known := ROOFLINES.get(str(args.costs))) is not None:
         return known.costs, known.arena_bytes
     if args.costs is not None:

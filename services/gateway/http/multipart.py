@@ -76,7 +76,7 @@ async def _collected(parts: _Parts, write: Write) -> Form:
     while (part := await parts.next_part()) is not None:
         if part.name == "file":
             if has_file:
-                raise InvalidRequest.field("file", "", "is there twice; send one file")
+                raise InvalidRequest.field("file", "", "was sent twice; send one file")
             has_file = True
             form.filename = part.filename[:_MAX_FILENAME_CHARS] or "file"
             form.num_file_bytes = await write(parts.content())

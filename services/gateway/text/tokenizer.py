@@ -291,7 +291,7 @@ def _add(tokenizer: Tokenizer, tokens: Mapping[int, tokenizers.AddedToken]) -> N
         add(list(group))
     for token_id, token in tokens.items():
         if tokenizer.token_to_id(token.content) != token_id:
-            raise ValueError(f"the tokenizers library has no id {token_id} to give")
+            raise ValueError(f"tokenizers gave {token.content!r} another id than {token_id}")
 
 
 def _for_library(token: AddedToken) -> tokenizers.AddedToken:

@@ -204,7 +204,7 @@ class Engine:
         is_collecting = len(self._in_flight) > (self._runner.overlaps and bool(plan.rows))
         if is_collecting:
             tokens = self._collect_oldest()
-        if plan.awaits_masks:  # known, now that the tokens before are; some may be on their way
+        if plan.awaits_masks:  # the tokens that they follow are known now
             self._in_flight[-1].launched.choose_tokens()
         self._may_advance = bool(plan.rows) or is_collecting or self._has_acted
         drafted, accepted = self.scheduler.drafts.take_counts()
@@ -359,7 +359,8 @@ class Engine:
 
 
 def _base_key(info: ModelInfo, layout: KvLayout) -> str:
-    """Base, arithmetic and KV layout. The rope of an adapter is given with each request."""
+    """What KV depends on besides each request: base, arithmetic and layout. The rope of an adapter
+    is given with the request."""
     parts = (info.geometry.fingerprint, info.numerics_fingerprint, info.dtype)
     return repr((*parts, layout.tokens_per_block, layout.windows, "rope of the base"))
 

@@ -65,7 +65,7 @@ def compile_grammar(grammar: Grammar, vocabulary: LLTokenizer) -> LLMatcher:
     if matcher.is_error():
         raise bad_grammar(grammar, matcher.get_error())
     if not any(mask):
-        raise bad_grammar(grammar, "no output belongs to it")
+        raise bad_grammar(grammar, "no output satisfies it")
     return matcher
 
 

@@ -10,13 +10,14 @@ from loraplex_services.worker.ops.lora.worklist import LoraBatch
 
 
 class ScoreHead:
-    """A site of no outputs of its own: an adapter's rows are all that it has."""
+    """A site without outputs of its own: all its rows come from adapters."""
 
     def __init__(self, site_id: int) -> None:
         self.site_id = site_id
 
     def forward(self, hidden: Tensor, lora: LoraBatch) -> list[Tensor]:
-        """Logits of each hidden row of `[n, H]`: float32 `[labels]` of its adapter, none without.
+        """Logits of each hidden row of `[n, H]`: float32 `[labels]` of its adapter; empty
+        for rows without an adapter.
 
         `lora` runs over these rows.
         """

@@ -33,7 +33,7 @@ def take_mxfp4(
     blocks = weights.take(f"{name}_blocks", (*groups, PAIRS), dtype=torch.uint8)
     scales = weights.take(f"{name}_scales", groups, dtype=torch.uint8)
     if scales.eq(NO_NUMBER).any():
-        raise InvalidRequest.field(f"{name}_scales", NO_NUMBER, "is no scale in MXFP4, but NaN")
+        raise InvalidRequest.field(f"{name}_scales", NO_NUMBER, "is not a scale in MXFP4 but NaN")
     own = None if window is None else replace(window, dim=window.dim - 1)
     weight = None
     for expert in range(num_experts):  # intermediate tensors are eight times as large

@@ -39,7 +39,7 @@ def test_a_scale_that_is_no_number_is_refused_by_name(published, tmp_path):
     tensors[name].view(-1)[3] = 255
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
     (tmp_path / "config.json").symlink_to(published / "config.json")
-    with pytest.raises(InvalidRequest, match="is no scale in MXFP4") as caught:
+    with pytest.raises(InvalidRequest, match="is not a scale in MXFP4") as caught:
         parity_runner(tmp_path, arena_bytes=8 << 20)
     assert caught.value.violations[0].field == name
 

@@ -163,7 +163,7 @@ class ResponsesEndpoints:
         found = [self._store.find(tenant, f"resp_{stem}") for stem in stems]
         kept = [stored for stored in found if stored is not None]
         if sum(each.num_bytes for each in kept) > HTTP_BODY.max_message_bytes:
-            raise InvalidRequest.field("input", "", "refers to too much; send the items themselves")
+            raise InvalidRequest.field("input", "", "refers to too many bytes; send the items")
         return kept
 
     def _keep(self, tenant: str, call: ResponsesCall, response: dict[str, Any]) -> None:
