@@ -120,7 +120,8 @@ class Simulation:
         """Requests that clients have sent and whose answers have not ended."""
         self._rng = random.Random(0)
         self._events: list[tuple[float, int]] = []
-        """When workers begin or end a step, soonest first; only `next_event_s` is true."""
+        """When workers begin or end a step, soonest first. Those that are no
+        worker's `next_event_s` any more are passed over."""
         self._timer: asyncio.TimerHandle | None = None
         """Timer for the first of them."""
         self.tally = Tally()

@@ -85,7 +85,7 @@ async def copy_regularly(catalog: Catalog, snapshots: Snapshots) -> None:
 
 
 async def copy_usage_regularly(catalog: Catalog, usage: UsageBook) -> None:
-    """Copy what tenants used to the object store; one registry of all does it."""
+    """Copy what tenants used to the object store; one of all registries does it."""
 
     async def copy() -> None:
         if await catalog.claim_interval("usage", _CHECK_S):

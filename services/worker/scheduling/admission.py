@@ -41,7 +41,7 @@ class AdmissionTest:
     def has_memory(self, request: Request) -> bool:
         """Whether the forecast peak of KV memory fits in the arena. The forecast goes through all
         running requests only if they could not all reach their full length. True for requests that
-        need no KV cache, and when nothing runs: `too_large` has been asked before."""
+        need no KV cache, and when nothing runs: `too_large` was checked before."""
         if request.without_cache or not self.running:
             return True
         adapters = self.cache.held_blocks + self.cache.new_blocks(request.adapters.digests)
