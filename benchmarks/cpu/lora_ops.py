@@ -20,7 +20,7 @@ from loraplex_services.worker.native.bindings import load_native
 from loraplex_services.worker.native.isa import half_is_fast
 from loraplex_services.worker.ops.lora import torch as portable
 from loraplex_services.worker.ops.lora.cpu import NativeLora
-from loraplex_services.worker.ops.lora.records import Records
+from loraplex_services.worker.ops.lora.cpu_records import Records
 from loraplex_services.worker.ops.lora.runs import row_runs
 from loraplex_services.worker.ops.lora.tables import SiteDelta, Slice, Tile
 from loraplex_services.worker.ops.lora.worklist import LoraBatch

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from benchmarks.gpu.kernel_variant import Variant
+from loraplex_services.worker.ops.lora import launch_plan as lora_plan
 from loraplex_services.worker.ops.lora import long_runs, triton_lists, triton_long
-from loraplex_services.worker.ops.lora import plan as lora_plan
 from loraplex_services.worker.ops.lora import triton as lora_launch
 from loraplex_services.worker.ops.lora import triton_kernels as lora
 from loraplex_services.worker.ops.lora.device_records import OutputRange

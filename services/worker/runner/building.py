@@ -43,7 +43,7 @@ from loraplex_services.worker.model.on_load import (
 )
 from loraplex_services.worker.model.quantised import QuantisedCheckpoint
 from loraplex_services.worker.ops.attention.backend import AUTO, AttentionMaker
-from loraplex_services.worker.ops.lora.records import Records
+from loraplex_services.worker.ops.lora.cpu_records import Records
 from loraplex_services.worker.runner.adapter_division import division_of, log_division
 from loraplex_services.worker.runner.allocation import allocate, dtype_key, stored_dtype
 from loraplex_services.worker.runner.backends import choose_operators, share_threads

@@ -21,7 +21,7 @@ from loraplex_services.worker.native.bindings import Native
 from loraplex_services.worker.native.isa import AMX
 from loraplex_services.worker.native.program import Program, ProgramMemory
 from loraplex_services.worker.ops.attention.cpu import GroupSequences, NativeAttentionMetadata
-from loraplex_services.worker.ops.lora.records import RUN_WORDS
+from loraplex_services.worker.ops.lora.cpu_records import RUN_WORDS
 from loraplex_services.worker.ops.lora.worklist import LoraBatch
 from loraplex_services.worker.ops.rope.torch import CosSin
 

@@ -18,7 +18,7 @@ from loraplex_services.worker.ops.attention.metadata import (
     DeviceInputs,
     KvCacheParams,
 )
-from loraplex_services.worker.ops.lora.records import Records
+from loraplex_services.worker.ops.lora.cpu_records import Records
 from loraplex_services.worker.ops.lora.tables import DeltaTable
 from loraplex_services.worker.ops.lora.worklist import LoraBatch
 from loraplex_services.worker.ops.recurrence.backend import StateBatch, state_batch, state_cells

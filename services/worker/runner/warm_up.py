@@ -14,8 +14,8 @@ from loraplex_services.worker.layers.forward_batch import ForwardBatch
 from loraplex_services.worker.model.decoder import Decoder
 from loraplex_services.worker.ops.attention.backend import AUTO, AttentionMaker
 from loraplex_services.worker.ops.linear import triton as linear
+from loraplex_services.worker.ops.lora.launch_plan import TILE_ROWS
 from loraplex_services.worker.ops.lora.long_runs import make_long_work
-from loraplex_services.worker.ops.lora.plan import TILE_ROWS
 from loraplex_services.worker.ops.lora.runs import LONG_MIN_ROWS
 from loraplex_services.worker.ops.lora.step_work import MIN_RUNS, StepWork, WorkSize
 from loraplex_services.worker.ops.lora.triton import DeviceLora

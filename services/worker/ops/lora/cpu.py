@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from loraplex_services.worker.native.bindings import Native, row_stride
-from loraplex_services.worker.ops.lora.records import pack_runs
+from loraplex_services.worker.ops.lora.cpu_records import pack_runs
 from loraplex_services.worker.ops.lora.tables import SiteDelta
 from loraplex_services.worker.ops.lora.torch import look_up, replace_looked_up
 from loraplex_services.worker.ops.lora.worklist import LoraBatch

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from loraplex_services.worker.ops.lora.plan import TILE_ROWS
+from loraplex_services.worker.ops.lora.launch_plan import TILE_ROWS
 
 LONG_MIN_ROWS = 64
 """Rows of one adapter that are computed in tiles of their own."""

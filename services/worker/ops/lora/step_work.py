@@ -12,7 +12,7 @@ from loraplex_services.worker.ops.launch import power_of_two
 from loraplex_services.worker.ops.lora import triton_lists as kernels
 from loraplex_services.worker.ops.lora.device_records import GROUP_ROWS, RECORD_WORDS, float_bits
 from loraplex_services.worker.ops.lora.device_tables import DeviceTables
-from loraplex_services.worker.ops.lora.plan import GRAPH_GROUPS, TILE_ROWS, num_splits
+from loraplex_services.worker.ops.lora.launch_plan import GRAPH_GROUPS, TILE_ROWS, num_splits
 from loraplex_services.worker.ops.lora.runs import RowRun, cut_at_tiles
 from loraplex_services.worker.transfers import copy_into
 

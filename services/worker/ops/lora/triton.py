@@ -23,7 +23,7 @@ from loraplex_services.worker.ops.lora.device_tables import (
     DeviceTables,
     SiteShape,
 )
-from loraplex_services.worker.ops.lora.plan import (
+from loraplex_services.worker.ops.lora.launch_plan import (
     FUSED_SHARED_BYTES,
     TILE_ROWS,
     LaunchPlan,

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
+from loraplex_services.worker.ops.lora.cpu_records import Records, pack_runs
 from loraplex_services.worker.ops.lora.device_tables import DeviceTables
-from loraplex_services.worker.ops.lora.records import Records, pack_runs
 from loraplex_services.worker.ops.lora.runs import RowRun
 from loraplex_services.worker.ops.lora.tables import DeltaTable
 

@@ -12,7 +12,7 @@ import torch
 from loraplex_services.worker.ops.lora import reference
 from loraplex_services.worker.ops.lora import torch as portable
 from loraplex_services.worker.ops.lora.cpu import NativeLora
-from loraplex_services.worker.ops.lora.records import Records
+from loraplex_services.worker.ops.lora.cpu_records import Records
 from loraplex_services.worker.ops.lora.runs import RowRun, row_runs
 from loraplex_services.worker.ops.lora.tables import SiteDelta, Slice, Tile
 from loraplex_services.worker.ops.lora.worklist import LoraBatch

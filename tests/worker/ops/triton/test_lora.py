@@ -11,7 +11,7 @@ from loraplex_services.worker.ops.lora import reference
 from loraplex_services.worker.ops.lora import triton as fast
 from loraplex_services.worker.ops.lora.device_records import OutputRange
 from loraplex_services.worker.ops.lora.device_tables import DeviceTables, SiteShape
-from loraplex_services.worker.ops.lora.plan import MAX_FUSED_ROWS, MIN_SPLIT_INPUTS
+from loraplex_services.worker.ops.lora.launch_plan import MAX_FUSED_ROWS, MIN_SPLIT_INPUTS
 from loraplex_services.worker.ops.lora.runs import RowRun, row_runs
 from loraplex_services.worker.ops.lora.step_work import StepWork, work_size
 from loraplex_services.worker.ops.lora.tables import SiteDelta, Slice
