@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Protocol
@@ -33,6 +33,11 @@ current_caller: ContextVar[Caller] = ContextVar("current_caller", default=LOCAL)
 
 peer_names: ContextVar[tuple[str, ...]] = ContextVar("peer_names", default=())
 """Names in the certificate that the caller of the current call showed and TLS verified."""
+
+
+note_read: ContextVar[Callable[[int], None]] = ContextVar("note_read", default=lambda _: None)
+"""Takes the number of documents that a handler has read, which its caller chose: a call that reads
+many counts as several."""
 
 
 class Auth(Protocol):

@@ -91,6 +91,10 @@ number of refusals."""
 USAGE_CALLS = 20
 """Number of calls as which a report of usage counts."""
 
+DOCUMENTS_PER_CALL = 20
+"""Versions and tags that a registry reads for each call that a call counts as. If there are more,
+it counts as more calls."""
+
 MAX_STREAMS_PER_CONNECTION = 256
 """Most open calls of one HTTP/2 connection."""
 MAX_UNREAD_BYTES = 512 * KIB

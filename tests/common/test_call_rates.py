@@ -9,10 +9,16 @@ import pytest
 from loraplex.errors import InvalidRequest, LoraplexError, NotFound, ResourceExhausted
 from loraplex_services.common.callers import LOCAL, Caller
 from loraplex_services.common.grpc import call_rates
-from loraplex_services.common.grpc.call_rates import CallRates, DelayedRefusals
+from loraplex_services.common.grpc.call_rates import (
+    MAX_DEBT_S,
+    CallCost,
+    CallRates,
+    DelayedRefusals,
+)
 from loraplex_services.common.limits import (
     CALL_BURST,
     CALLS_PER_S,
+    DOCUMENTS_PER_CALL,
     MAX_CALL_WAIT_S,
     REFUSED_CALLS,
 )
@@ -120,3 +126,17 @@ async def test_a_tenant_that_is_refused_again_and_again_waits_for_its_refusals(
     await refusals.delay(InvalidRequest("no"), _caller("acme"))
     await refusals.delay(InvalidRequest("no"), LOCAL)
     assert len(slept) == 1, "others do not wait"
+
+
+def test_a_call_that_reads_many_documents_counts_as_more_calls() -> None:
+    clock = Clock()
+    rates = CallRates(clock)
+    cost = CallCost(rates, _caller("globex"), 10)
+    cost.add(11 * DOCUMENTS_PER_CALL - 1)
+    assert rates._used_until_s.get("globex") is None
+    cost.add(1)
+    assert rates._used_until_s.get("globex") == pytest.approx(clock.now_s + 1 / CALLS_PER_S)
+    cost.add(1_000_000_000)
+    assert rates._used_until_s.get("globex") == pytest.approx(clock.now_s + MAX_DEBT_S)
+    CallCost(rates, LOCAL, 1).add(1_000_000_000)
+    assert rates._used_until_s.get(LOCAL.tenant) is None

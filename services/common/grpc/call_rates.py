@@ -17,6 +17,7 @@ from loraplex_services.common.callers import Caller
 from loraplex_services.common.limits import (
     CALL_BURST,
     CALLS_PER_S,
+    DOCUMENTS_PER_CALL,
     MAX_CALL_WAIT_S,
     REFUSED_CALLS,
     SERVICE_KEY_IDS,
@@ -24,6 +25,8 @@ from loraplex_services.common.limits import (
 from loraplex_services.common.recent import Recent
 
 MAX_TENANTS = 10_000
+MAX_DEBT_S = 10.0
+"""Longest time in seconds for which one call of a tenant uses its rate up."""
 REFUSAL_DELAY_S = 1.0
 MAX_DELAYED = 1000
 """Most refusals that are delayed in one process; further ones are sent immediately."""
@@ -50,6 +53,16 @@ class CallRates:
         if wait_s > 0:
             await asyncio.sleep(wait_s)
 
+    def charge(self, caller: Caller, num_calls: int) -> None:
+        """Count calls that did not wait. Later calls of the tenant wait for them instead."""
+        if caller.key_id not in SERVICE_KEY_IDS:
+            now_s = self._now()
+            used_until_s = max(now_s, self._used_until_s.get(caller.tenant) or 0.0)
+            most_s = max(used_until_s, now_s + MAX_DEBT_S)
+            self._used_until_s.put(
+                caller.tenant, min(used_until_s + num_calls / CALLS_PER_S, most_s)
+            )
+
     def _reserve(self, tenant: str, num_calls: int) -> float:
         """Seconds until the call may begin. Raises as `wait`."""
         now_s = self._now()
@@ -63,6 +76,22 @@ class CallRates:
             )
         self._used_until_s.put(tenant, used_until_s + num_calls / CALLS_PER_S)
         return wait_s
+
+
+class CallCost:
+    """What one call counts as. One that reads more documents than are included counts as more."""
+
+    def __init__(self, rates: CallRates, caller: Caller, num_calls: int) -> None:
+        """`num_calls`: as how many calls it has been counted."""
+        self._rates, self._caller, self._num_calls = rates, caller, num_calls
+        self._num_read = 0
+
+    def add(self, num_read: int) -> None:
+        """Count documents that the call has read."""
+        self._num_read += num_read
+        if (more := self._num_read // DOCUMENTS_PER_CALL - self._num_calls) > 0:
+            self._num_calls += more
+            self._rates.charge(self._caller, more)
 
 
 _DELAYED_REASONS = frozenset({"TOO_MANY_CALLS", "TOO_MANY_WAITING", "TOO_MANY_WRONG_KEYS"})

@@ -18,8 +18,15 @@ from google.protobuf.message import DecodeError
 
 from loraplex.api.error_wire import to_status
 from loraplex.errors import InvalidRequest, LoraplexError, ResourceExhausted, Unsupported
-from loraplex_services.common.callers import LOCAL, Auth, Caller, current_caller, peer_names
-from loraplex_services.common.grpc.call_rates import CallRates, DelayedRefusals
+from loraplex_services.common.callers import (
+    LOCAL,
+    Auth,
+    Caller,
+    current_caller,
+    note_read,
+    peer_names,
+)
+from loraplex_services.common.grpc.call_rates import CallCost, CallRates, DelayedRefusals
 from loraplex_services.common.grpc.large_messages import LargeMessages
 from loraplex_services.common.grpc.open_calls import OpenCalls
 from loraplex_services.common.grpc.waiting_calls import WaitingCalls
@@ -153,7 +160,10 @@ class _Call:
             if caller.scopes:
                 self.shared.waiting_calls.trust(context.peer())
             with self.shared.open_calls.counted(self.method, caller):
-                await self.shared.rates.wait(caller, limits_of(self.method).num_calls)
+                num_calls = limits_of(self.method).num_calls
+                await self.shared.rates.wait(caller, num_calls)
+                if num_calls:
+                    note_read.set(CallCost(self.shared.rates, caller, num_calls).add)
                 yield
         except Exception as error:
             is_counted = limits_of(self.method).num_calls > 0

@@ -108,7 +108,7 @@ class RegistryService(PublishService):
         tenant, name = parse_name(request.name, access.tenant)
         address = TagAddress(tenant, name, check_tag(request.tag))
         record = await self._registry.tags.read(address)
-        found = await self._registry.lookup.everything(tenant, name)
+        found = await self._registry.lookup.newest(tenant, name)
         is_visible = access.may_see(tenant, found.adapter)
         shown = found.versions[0].shown_name if found.versions and is_visible else name
         if record is None or not is_visible:

@@ -83,6 +83,10 @@ class Found:
     versions: tuple[VersionRecord, ...]
     adapter: AdapterRecord | None
 
+    @property
+    def num_documents(self) -> int:
+        return len(self.tags) + len(self.versions)
+
 
 class Catalog:
     """The index. Every method raises CatalogDown if Redis or the index is unavailable."""
@@ -169,11 +173,9 @@ class Catalog:
                 await self._scripts["apply"](keys=[PREFIX], args=["", 0, 0, 0, into_epoch, *some])
 
     async def find(self, scope: str, kind: str, selector: str = "") -> Found:
-        """The versions that a tag, number or digest selects, and the tags. The kind `live` selects
-        versions that are not deleted, `all` every one.
-
-        `selector` of a version is its number in decimal.
-        """
+        """The versions that a tag, number (in decimal) or digest selects, and the tags. The kind
+        `live` selects versions that are not deleted, `all` every version, `newest` some live ones
+        and some tags; its selector says how many."""
         return await self._lookups.ask((scope, kind, selector))
 
     async def before_new(self, scope: str, digest: str) -> tuple[int, list[VersionRecord]] | None:

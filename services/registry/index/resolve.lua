@@ -1,6 +1,7 @@
 -- Everything that answers references, many in one round trip.
 -- KEYS[1] = prefix; ARGV = the position seen before (epoch, sequence), then for each reference three:
--- scope, kind ('tag' | 'version' | 'digest' | 'live' | 'all'), selector. Live versions have generation 1.
+-- scope, kind ('tag' | 'version' | 'digest' | 'newest' | 'live' | 'all'), selector. Live versions have
+-- generation 1.
 -- Returns {epoch, sequence, {{tags, versions, adapter}...}}, or false where there is no index or it is
 -- behind that position. Values are '<generation> <document>'.
 local epoch = redis.call('GET', KEYS[1] .. 'epoch')
@@ -30,6 +31,13 @@ local function found(scope, kind, selector)
   elseif kind == 'digest' then
     local number = redis.call('HGET', key, 'd:' .. selector)
     if number then add(number) end
+  elseif kind == 'newest' then
+    local newest = tonumber(redis.call('HGET', key, 'newest') or '0')
+    for number = newest, math.max(1, newest - 99), -1 do
+      local value = redis.call('HGET', key, string.format('v%d', number))
+      if value and string.sub(value, 1, 2) == '1 ' then versions[#versions + 1] = value end
+      if #versions >= tonumber(selector) then break end
+    end
   else
     for _, field in ipairs(redis.call('HKEYS', key)) do
       local number = string.match(field, '^v(%d+)$')
@@ -39,7 +47,13 @@ local function found(scope, kind, selector)
       end
     end
   end
-  return {redis.call('HVALS', tags_key), versions, redis.call('HGET', key, 'adapter') or ''}
+  local tags = kind ~= 'newest' and redis.call('HVALS', tags_key) or {}
+  if kind == 'newest' then
+    for i, text in ipairs(redis.call('HSCAN', tags_key, 0, 'COUNT', selector)[2]) do
+      if i % 2 == 0 then tags[#tags + 1] = text end
+    end
+  end
+  return {tags, versions, redis.call('HGET', key, 'adapter') or ''}
 end
 
 local answers = {}

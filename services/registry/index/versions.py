@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 
 from loraplex_services.common import documents
+from loraplex_services.common.callers import note_read
 from loraplex_services.common.objects import ObjectStore
 from loraplex_services.registry import layout
 from loraplex_services.registry.index.catalog import Catalog
@@ -35,6 +36,7 @@ class Versions:
         unknown = [key for number, key in keys.items() if number not in known]
         for record in await documents.read_all(self._store, unknown, VersionRecord):
             known[record.version] = record
+        note_read.get()(len(keys))
         return [known[number] for number in sorted(keys)]
 
     async def of_content(

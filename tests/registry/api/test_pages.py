@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from loraplex.errors import InvalidRequest
+from loraplex.errors import InvalidRequest, NotFound
+from loraplex.refs import parse_ref
 from loraplex.v1 import registry_pb2 as pb
+from loraplex_services.common.callers import note_read
+from loraplex_services.registry.access import lookup
+from loraplex_services.registry.access.lookup import Cursor, Query
+from loraplex_services.registry.access.permissions import Access
 from loraplex_services.registry.api import server
+from loraplex_services.registry.assembly import Registry
 from loraplex_services.registry.index.redis_calls import CatalogDown
 from tests.registry.conftest import ServedRegistry
-from tests.registry.house import upload
+from tests.registry.house import publish, upload
+
+ROOT = Access("default", "", frozenset({"root", "admin"}))
 
 
 async def _raise_down(*args: object, **options: object) -> None:
@@ -55,3 +64,53 @@ async def test_a_page_of_versions_with_long_labels_is_shorter(
     assert [version.version for version in page.versions] == [1]
     listed = served.client.list(name="sql", all_versions=True)
     assert [version.version async for version in listed] == [1, 2, 3, 4]
+
+
+@pytest.fixture
+def num_read() -> Iterator[list[int]]:
+    """Documents that are read as part of the call of this test."""
+    found: list[int] = []
+    token = note_read.set(found.append)
+    yield found
+    note_read.reset(token)
+
+
+@pytest.mark.hostile
+async def test_what_is_missing_is_said_without_reading_all_versions_and_tags(
+    registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lookup, "_MAX_NEWEST", 3)
+    for seed in range(6):
+        await publish(registry, "sql", seed, *(f"t{seed}-{n}" for n in range(60)))
+    await registry.deletion.version("default", "sql", 5, "me", force=True, purge=False)
+    found = await registry.lookup.newest("default", "sql")
+    assert [version.version for version in found.versions] == [3, 4, 6]
+    assert 0 < len(found.tags) < 100
+    stranger = Access("acme", "key", frozenset({"reader"}))
+    for access, why in ((ROOT, "v3, v4, v6"), (stranger, "no adapter default/sql")):
+        with pytest.raises(NotFound, match=why):
+            await registry.lookup.resolve(parse_ref("default/sql:v9"), access)
+
+
+@pytest.mark.hostile
+async def test_a_call_counts_by_what_it_reads_and_shows(
+    registry: Registry, num_read: list[int]
+) -> None:
+    for seed in range(3):
+        await publish(registry, "sql", seed, *(f"t{seed}-{n}" for n in range(30)))
+    num_read.clear()
+    await registry.lookup.resolve(parse_ref("default/sql:t0-1"), ROOT)
+    assert num_read == [1 + 3 * 30 + 1]
+    num_read.clear()
+    await registry.lookup.page(Query(all_versions=True), ROOT, 10, Cursor())
+    assert num_read == [3 + 3 * 30 + 1]
+
+
+@pytest.mark.hostile
+async def test_a_short_page_reads_few_adapters(registry: Registry, num_read: list[int]) -> None:
+    for number in range(6):
+        await publish(registry, f"sql-{number}", number)
+    num_read.clear()
+    page, cursor = await registry.lookup.page(Query(), ROOT, 2, Cursor())
+    assert [entry.version.name for entry in page] == ["sql-0", "sql-1"]
+    assert cursor is not None and num_read == [3 * 2]
