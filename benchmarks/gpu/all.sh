@@ -42,6 +42,13 @@ fi
 PART="${1:-}"
 OUT="${2:-${OUT:-benchmarks/results}}"
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
+missing=$("$PYTHON" -c "from importlib.util import find_spec
+names = 'torch triton transformers peft safetensors msgspec llguidance'.split()
+print(*[name for name in names if find_spec(name) is None])") || exit 99
+if [ "$missing" ]; then
+    echo "missing: $missing. Unpack their wheels in a folder and name it with PYTHONPATH." >&2
+    exit 99
+fi
 PEERS="${VLLM:+--vllm $VLLM} ${SGLANG:+--sglang $SGLANG}"
 mkdir -p "$OUT"
 began_s=$(date +%s)

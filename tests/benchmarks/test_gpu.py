@@ -133,6 +133,20 @@ sys.meta_path[sys.meta_path.index(PathFinder)] = Bare
 """
 
 
+def test_a_part_that_lacks_a_library_says_so_before_anything_runs(tmp_path):
+    pytest.importorskip("triton", reason="Triton has wheels for Linux only")
+    hidden = BARE.replace("grpc grpc_health redis", "msgspec llguidance")
+    (tmp_path / "sitecustomize.py").write_text(hidden)
+    done = subprocess.run(
+        [ROOT / "benchmarks" / "gpu" / "all.sh", "1", tmp_path / "results"],
+        env=dict(os.environ) | {"PYTHON": sys.executable, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 99 and "missing: msgspec llguidance." in done.stderr
+    assert not (tmp_path / "results").exists()
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("part", PARTS)
 def test_a_part_runs_without_a_gpu_and_without_what_a_bare_machine_lacks(part, tmp_path):
