@@ -32,7 +32,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu.bench_runner import parse, runner_parser
+from benchmarks.gpu.bench_runner import free_arena_bytes, parse, runner_parser
 from benchmarks.gpu.common import SHAPES
 from benchmarks.gpu.gpu_engine import HOST_CACHE_BYTES, make_bench, make_resident
 from benchmarks.gpu.results import Results
@@ -106,6 +106,9 @@ def main() -> int:
     """Measure, print, write after every part; returns how many parts failed."""
     args = parse_args()
     shape = SHAPES[args.shape]
+    if args.device == "cuda":  # both sides are on one device
+        free_bytes, _ = torch.cuda.mem_get_info()
+        args.arena_bytes = min(args.arena_bytes, free_arena_bytes(shape) - free_bytes // 2)
     names = "adapters", "rank", "requests", "running", "tokens"
     facts = {name: getattr(args, name) for name in names}
     results = Results(f"gpu_stack_{shape.name}", args, shape=shape.name, **facts)
