@@ -89,10 +89,11 @@ async def upload(
         except (Unavailable, ResourceExhausted, InvalidRequest) as error:
             # One stream may do what several may not: the tenant may have too many of them, and
             # another registry behind the same address may be older and take bytes only in order.
-            is_passing = isinstance(error, Unavailable) or bool(error.retry_after_s)
-            if num_streams == 1 and not is_passing:
+            # If one of several registries has ended, the others can still take some streams.
+            is_lost = isinstance(error, Unavailable)
+            if num_streams == 1 and not is_lost and not error.retry_after_s:
                 raise
-            num_streams = 1
+            num_streams = max(1, num_streams // 2) if is_lost else 1
             await asyncio.sleep(error.retry_after_s or pause_s)
         except Blocked as error:
             # A file that the registry had was garbage collected in the meantime: open the upload
