@@ -72,7 +72,7 @@ NOT_SERVED = {
         "set LORAPLEX_LORA_ROOT at the gateway, or publish adapters with `registry upload`",
     ),
     **dict.fromkeys(
-        ("/generate", "/generate_stream", "/completion", "/api"),
+        ("/", "/generate", "/generate_stream", "/completion", "/api"),
         "use /v1/completions or /v1/chat/completions, with the name of the adapter as model",
     ),
     **dict.fromkeys(("/info", "/get_model_info", "/model_info"), "use /v1/models"),
@@ -250,7 +250,8 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException), type(error)
     path = request.url.path
     message = f"{error.detail}: see /v1/models, /v1/completions, /v1/chat/completions"
-    for prefix, instead in NOT_SERVED.items() if error.status_code == 404 else ():
+    is_path_unknown = error.status_code == 404 or path == "/"  # lorax-client posts to /
+    for prefix, instead in NOT_SERVED.items() if is_path_unknown else ():
         if path == prefix or path.startswith(f"{prefix}/"):
             message = f"{path} is not served: {instead}"
             break

@@ -381,18 +381,19 @@ async def test_paths_that_clients_know_say_what_to_do_instead(stack: Stack) -> N
 
 
 @pytest.mark.parametrize(
-    ("path", "instead"),
+    ("path", "status", "instead"),
     [
-        ("/generate", "use /v1/completions"),
-        ("/generate_stream", "use /v1/completions"),
-        ("/v1/load_lora_adapter", "set LORAPLEX_LORA_ROOT"),
-        ("/unload_lora_adapter", "set LORAPLEX_LORA_ROOT"),
+        ("/", 405, "use /v1/completions"),
+        ("/generate", 404, "use /v1/completions"),
+        ("/generate_stream", 404, "use /v1/completions"),
+        ("/v1/load_lora_adapter", 404, "set LORAPLEX_LORA_ROOT"),
+        ("/unload_lora_adapter", 404, "set LORAPLEX_LORA_ROOT"),
     ],
 )
 async def test_calls_of_other_servers_for_adapters_say_what_to_do_instead(
-    stack: Stack, path: str, instead: str
+    stack: Stack, path: str, status: int, instead: str
 ) -> None:
     await stack.start()
-    status, _, body = await _send(stack, path=path, body={})
-    assert status == 404
+    answered, _, body = await _send(stack, path=path, body={})
+    assert answered == status
     assert instead in _error(body)["message"]
