@@ -131,7 +131,7 @@ def _rates(recent: RecentLoad) -> list[str]:
         f"{recent.generated_tokens / window_s:.1f} generated tokens/s, "
         f"{recent.prompt_tokens / window_s:.1f} prompt tokens/s over {window_s:.0f} s",
         f"latency   first token p50 {_time(recent.first_token_p50_s)}, "
-        f"p95 {_time(recent.first_token_p95_s)}; whole p50 {_time(recent.duration_p50_s)}, "
+        f"p95 {_time(recent.first_token_p95_s)}; whole request p50 {_time(recent.duration_p50_s)}, "
         f"p95 {_time(recent.duration_p95_s)}",
         f"errors    {num_failed}" + (reasons if failures else ""),
     ]

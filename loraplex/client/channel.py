@@ -12,7 +12,7 @@ import grpc
 from loraplex.allocation import reuse_large_blocks
 from loraplex.api.error_wire import STATUS_LOST, from_rpc_error, has_details
 from loraplex.client.settings import Credentials, check_address
-from loraplex.errors import InvalidRequest, LoraplexError, Unavailable
+from loraplex.errors import InvalidRequest, LoraplexError, Unavailable, Unsupported
 
 S = TypeVar("S")
 
@@ -111,6 +111,11 @@ class Channel:
                 f"no {self._server} answers at {self.address}: is it running, and is the address "
                 f"right?{hint} ({typed.message})",
                 reason="UNREACHABLE",
+            )
+        if isinstance(typed, Unsupported):
+            return Unsupported(
+                f"the server at {self.address} lacks this method: is it a {self._server}, and not "
+                "another or older one?"
             )
         if type(typed) is LoraplexError:
             return Unavailable(

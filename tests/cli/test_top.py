@@ -46,7 +46,7 @@ def test_it_fits_the_terminal(num_workers: int, num_columns: int, num_lines: int
 def test_it_shows_rates_latency_errors_and_the_worker_that_is_away_first() -> None:
     text = "\n".join(screen(_status(), "t", 0, 40))
     assert "2.0 requests/s, 200.0 generated tokens/s, 100.0 prompt tokens/s over 60 s" in text
-    assert "first token p50 20.0 ms, p95 200.0 ms; whole p50 1.50 s, p95 3.00 s" in text
+    assert "first token p50 20.0 ms, p95 200.0 ms; whole request p50 1.50 s, p95 3.00 s" in text
     assert "errors    9: queue_full 7, deadline_infeasible 2" in text
     assert text.index("worker-0  unreachable") < text.index("worker-1  ready")
     assert "75%" in text and "21%" in text

@@ -7,7 +7,7 @@ import secrets
 from collections.abc import Callable, Sequence, Set
 
 from loraplex.api.registry import TagTarget
-from loraplex.errors import AdapterNotFound, Conflict, InvalidRequest
+from loraplex.errors import AdapterNotFound, Conflict, InvalidRequest, NotFound
 from loraplex.refs import is_digest
 from loraplex_services.common import documents
 from loraplex_services.common.documents import Seen
@@ -115,14 +115,15 @@ class Tags:
 
         Raises:
             Conflict: the tag differs from `expect` (a digest, or "none").
-            AdapterNotFound: a target does not exist, or there is no tag to delete.
+            AdapterNotFound: a target does not exist.
+            NotFound: there is no tag to delete.
         """
         wanted = [await self._resolved(address, target) for target in targets]
 
         def choose(current: TagRecord | None) -> Sequence[TagTarget]:
             check_expected(address, current, expect)
             if not wanted and (current is None or not current.targets):
-                raise AdapterNotFound(str(address), "there is no such tag to delete")
+                raise NotFound(f"no tag {address}")
             return wanted
 
         return await self._move_and_index(
@@ -264,12 +265,12 @@ def _previous(
 ) -> Sequence[TagTarget]:
     """The last targets before the present ones whose versions are all `live`."""
     if current is None:
-        raise AdapterNotFound(str(address), "there is no such tag")
+        raise NotFound(f"no tag {address}")
     for targets in reversed(_not_undone(current)):
         wanted = {target.version for target in targets}
         if wanted and wanted <= live and targets != current.targets:
             return targets
-    raise AdapterNotFound(str(address), "the tag has no earlier target to go back to")
+    raise NotFound(f"{address} has no earlier target to go back to")
 
 
 def _not_undone(current: TagRecord) -> list[tuple[TagTarget, ...]]:

@@ -9,6 +9,7 @@ import grpc
 import pytest
 
 from loraplex.api.error_wire import from_rpc_error
+from loraplex.client.registry_client import RegistryClient
 from loraplex.errors import InvalidRequest, LoraplexError, NotFound, Unsupported
 from loraplex.v1 import (
     common_pb2,
@@ -252,3 +253,10 @@ async def test_status_names_what_is_resident(stack: Stack) -> None:
     assert (status.workers[0].dtype, status.workers[0].kernels) == ("float32", "torch")
     assert status.workers[0].adapters[0].ref == "default/upper:v1"
     assert status.workers[0].adapters[0].residency.tier == worker_pb2.ADAPTER_TIER_DEVICE
+
+
+async def test_a_client_of_another_server_is_told_so(stack: Stack) -> None:
+    await stack.start()
+    async with RegistryClient(stack.grpc_address) as client:
+        with pytest.raises(Unsupported, match="is it a registry"):
+            await client.get("upper")

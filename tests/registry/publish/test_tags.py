@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from loraplex.api.registry import TagTarget
-from loraplex.errors import AdapterNotFound, Blocked, Conflict, InvalidRequest
+from loraplex.errors import AdapterNotFound, Blocked, Conflict, InvalidRequest, NotFound
 from loraplex.refs import parse_ref
 from loraplex_services.registry.access.permissions import Access
 from loraplex_services.registry.assembly import Registry
@@ -131,7 +131,7 @@ async def test_a_second_rollback_goes_further_back_and_a_move_begins_anew(
 
     assert await back() == [2]
     assert await back() == [1]
-    with pytest.raises(AdapterNotFound, match="no earlier target"):
+    with pytest.raises(NotFound, match="no earlier target"):
         await back()
     await registry.tags.set(PROD, [TagTarget(3, "")], None, "me")
     await registry.tags.set(PROD, [TagTarget(1, "")], None, "me")
@@ -142,13 +142,13 @@ async def test_a_second_rollback_goes_further_back_and_a_move_begins_anew(
 async def test_rollback_without_a_past_is_refused(registry: Registry) -> None:
     await _versions(registry, 1)
     await registry.tags.set(PROD, [TagTarget(1, "")], None, "me")
-    with pytest.raises(AdapterNotFound, match="no earlier target"):
+    with pytest.raises(NotFound, match="no earlier target"):
         await registry.tags.rollback(PROD, 0, None, "me")
 
 
 async def test_rollback_of_a_tag_that_never_was_says_so(registry: Registry) -> None:
     await _versions(registry, 1)
-    with pytest.raises(AdapterNotFound, match="there is no such tag"):
+    with pytest.raises(NotFound, match="no tag default/"):
         await registry.tags.rollback(PROD, 0, None, "me")
 
 
@@ -177,7 +177,7 @@ async def test_a_deleted_tag_is_gone_and_goes_on_counting(registry: Registry) ->
     await registry.tags.set(PROD, [], None, "me")
     with pytest.raises(AdapterNotFound):
         await _version_of(registry, "sql:prod")
-    with pytest.raises(AdapterNotFound):
+    with pytest.raises(NotFound, match="no tag"):
         await registry.tags.set(PROD, [], None, "me")
     assert (await registry.tags.set(PROD, [TagTarget(1, "")], "none", "me")).generation == 3
 
