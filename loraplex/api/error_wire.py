@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -20,6 +21,8 @@ DETAILS_KEY = "grpc-status-details-bin"
 MAX_VIOLATIONS = 20
 """Details travel in HTTP/2 trailers, which peers cap (often at 8 KiB)."""
 MAX_DETAIL_BYTES = 6000
+MAX_MESSAGE_BYTES = 1000
+MAX_FIELD_CHARS = 256
 
 _LOST_STATUS = "Internal error from Core"
 """gRPC's asyncio client replaces the status of a server that ends a call with these words, and
@@ -45,7 +48,8 @@ def to_status(error: LoraplexError) -> grpc.Status:
         details.append(_packed(bad_request))
     if error.retry_after_s is not None:
         details.append(_packed(_retry_info(error.retry_after_s)))
-    status = status_pb2.Status(code=codes_of(error).grpc, message=error.message, details=details)
+    message = _cut(error.message)
+    status = status_pb2.Status(code=codes_of(error).grpc, message=message, details=details)
     return rpc_status.to_status(status)
 
 
@@ -95,11 +99,20 @@ def from_detail(detail: common_pb2.ErrorDetail) -> LoraplexError:
     )
 
 
+def _cut(message: str) -> str:
+    """A message that fits into trailers: callers choose the names in it."""
+    encoded = message.encode()
+    if len(encoded) <= MAX_MESSAGE_BYTES:
+        return message
+    return encoded[: MAX_MESSAGE_BYTES - 3].decode(errors="ignore") + "..."
+
+
 def _fitting(violations: Sequence[Violation]) -> list[Violation]:
     """The leading violations that fit into trailers; always at least one of those given."""
     shown: list[Violation] = []
     num_bytes = 0
     for violation in violations[:MAX_VIOLATIONS]:
+        violation = replace(violation, field=violation.field[:MAX_FIELD_CHARS])
         num_bytes += sum(
             len(text.encode()) for text in (violation.field, violation.value, violation.description)
         )

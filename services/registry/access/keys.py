@@ -27,6 +27,7 @@ CACHE_S = 2.0
 """A revoked key is refused at most this long after its revocation."""
 MAX_CACHED = 20_000
 _BATCH_KEYS = 200
+_MAX_ID_CHARS = 64
 _FIRST_SCOPES = (*SCOPES, ROOT)
 _FIRST = "first admin key"
 
@@ -47,7 +48,7 @@ class Keys:
     ) -> tuple[KeyRecord, str]:
         """A new key and its token. Raises InvalidRequest for unknown scopes, a lifetime
         that is not finite or out of range, or a long description."""
-        _check_scopes(scopes)
+        scopes = _checked_scopes(scopes)
         KEY_LIFETIME_S.check("ttl_s", ttl_s)
         check_chars("description", description, MAX_DESCRIPTION_CHARS)
         return await self._created(tenant, scopes, ttl_s, description)
@@ -235,15 +236,16 @@ def _valid(record: KeyRecord) -> Caller:
 
 
 def _is_id(text: str) -> bool:
-    return text.isalnum() and text.isascii()
+    return len(text) <= _MAX_ID_CHARS and text.isalnum() and text.isascii()
 
 
-def _check_scopes(scopes: Sequence[str]) -> None:
+def _checked_scopes(scopes: Sequence[str]) -> tuple[str, ...]:
+    """The scopes, each of them once."""
     if not scopes:
         raise InvalidRequest.field("scopes", "[]", f"give one or more of {', '.join(SCOPES)}")
-    for scope in scopes:
-        if scope not in SCOPES:
-            raise InvalidRequest.field("scopes", scope, f"must be one of {', '.join(SCOPES)}")
+    if unknown := {*scopes} - {*SCOPES}:
+        raise InvalidRequest.field("scopes", min(unknown), f"must be one of {', '.join(SCOPES)}")
+    return tuple(dict.fromkeys(scopes))
 
 
 def _hash(secret: str) -> str:

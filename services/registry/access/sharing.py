@@ -127,9 +127,14 @@ def _check(wanted: SharingChange) -> None:
     if bool(wanted.shared_with) != (wanted.visibility == SHARED):
         description = "needs tenants if and only if the visibility is 'shared'"
         raise InvalidRequest.field("shared_with", list(wanted.shared_with), description)
-    if len(wanted.shared_with) > MAX_SHARED_WITH:
+    check_num_recipients(len(wanted.shared_with))
+
+
+def check_num_recipients(count: int) -> None:
+    """Raises InvalidRequest if there are too many."""
+    if count > MAX_SHARED_WITH:
         description = f"at most {MAX_SHARED_WITH} tenants; make it public"
-        raise InvalidRequest.field("shared_with", f"{len(wanted.shared_with)}", description)
+        raise InvalidRequest.field("shared_with", f"{count}", description)
 
 
 def shared(held: AdapterRecord, wanted: SharingChange) -> AdapterRecord:

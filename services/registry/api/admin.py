@@ -25,7 +25,11 @@ from loraplex_services.common.limits import (
 from loraplex_services.common.tenant_slots import TenantSlots
 from loraplex_services.registry.access.auth import comes_from_here
 from loraplex_services.registry.access.permissions import Access
-from loraplex_services.registry.access.sharing import SharingChange
+from loraplex_services.registry.access.sharing import (
+    MAX_LABELS,
+    SharingChange,
+    check_num_recipients,
+)
 from loraplex_services.registry.access.signatures import Offered
 from loraplex_services.registry.api import convert, publish_options
 from loraplex_services.registry.api.upload_pace import UploadPace
@@ -224,6 +228,7 @@ class AdminService(registry_pb2_grpc.RegistryServiceServicer):
         access = caller_access()
         tenant, name = parse_name(request.name, access.tenant)
         access.require("publisher", tenant)
+        check_num_recipients(len(request.shared_with))
         wanted = SharingChange(
             publish_options.visibility_from_proto(request.visibility, "visibility"),
             tuple(check_tenant(other, field="shared_with") for other in request.shared_with),
@@ -240,6 +245,9 @@ class AdminService(registry_pb2_grpc.RegistryServiceServicer):
         access.require("publisher", tenant)
         publish_options.check_adapter_labels(request.set_labels, "set_labels")
         check_chars("description", request.description, MAX_DESCRIPTION_CHARS)
+        if (num_removed := len(request.remove_labels)) > MAX_LABELS:
+            why = f"an adapter has at most {MAX_LABELS} labels"
+            raise InvalidRequest.field("remove_labels", f"{num_removed} keys", why)
         record = await self._registry.sharing.describe(
             tenant,
             name,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -13,7 +13,7 @@ from loraplex.adapter_format.files import check_files
 from loraplex.adapter_format.findings import Findings
 from loraplex.adapter_format.serving_fields import ROPE_FIELD, complete_config
 from loraplex.api.format_wire import files_from_proto, violation_to_proto
-from loraplex.errors import DeadlineExceeded, InvalidRequest
+from loraplex.errors import DeadlineExceeded, InvalidAdapter, InvalidRequest
 from loraplex.refs import parse_ref
 from loraplex.v1 import registry_pb2 as pb
 from loraplex_services.common.callers import current_caller
@@ -32,6 +32,9 @@ from loraplex_services.registry.publish.uploads import (
     no_upload,
 )
 from loraplex_services.registry.records import BaseRecord, TenantRecord
+
+MAX_FILES = 64
+"""Most files that an upload declares. An adapter may have fewer, and each other one is named."""
 
 Part = TypeVar("Part", pb.UploadPartRequest, pb.PublishAdapterRequest)
 
@@ -72,7 +75,7 @@ class PublishService(AdminService):
         return await registry.uploads.open(options, files, access.actor, known)
 
     async def _checked(
-        self, message: pb.PublishOptions, specs: Iterable[pb.FileSpec], access: Access
+        self, message: pb.PublishOptions, specs: Sequence[pb.FileSpec], access: Access
     ) -> _AskedUpload:
         """Raises what can be refused before the bytes are there."""
         options = publish_options.options_from_proto(message, access.tenant)
@@ -257,8 +260,11 @@ class PublishService(AdminService):
         return progress
 
 
-def _checked_files(specs: Iterable[pb.FileSpec]) -> tuple[File, ...]:
+def _checked_files(specs: Sequence[pb.FileSpec]) -> tuple[File, ...]:
     """The declared files. Raises InvalidAdapter for names and sizes that an adapter cannot have."""
+    if len(specs) > MAX_FILES:
+        why = f"an adapter has at most {MAX_FILES} files"
+        raise InvalidAdapter.field("files", f"{len(specs)} files", why)
     files, findings = files_from_proto(specs), Findings()
     check_files(files, findings)
     findings.raise_if_refused()

@@ -274,3 +274,51 @@ async def test_a_tenant_has_a_limited_number_of_unfinished_uploads(
     monkeypatch.setattr(open_uploads, "MAX_OPEN_UPLOADS_PER_TENANT", 2)
     reasons = [await begin(name) for name in ("a", "b", "c", "a")]
     assert reasons == ["", "", "TOO_MANY_UPLOADS", ""]
+
+
+LONG = "a" * 100_000
+
+
+@pytest.mark.parametrize(
+    ("method", "request_", "field"),
+    [
+        ("RevokeKey", pb.RevokeKeyRequest(key_id=LONG), "key_id"),
+        ("CreateKey", pb.CreateKeyRequest(scopes=["reader", LONG]), "scopes"),
+        ("SetSharing", pb.SetSharingRequest(name="a", shared_with=["!"] * 1001), "shared_with"),
+        (
+            "DescribeAdapter",
+            pb.DescribeAdapterRequest(name="a", remove_labels=[""] * 65),
+            "remove_labels",
+        ),
+        (
+            "CreateUpload",
+            pb.CreateUploadRequest(options=pb.PublishOptions(name="a"), files=[pb.FileSpec()] * 65),
+            "files",
+        ),
+        (
+            "CreateUpload",
+            pb.CreateUploadRequest(
+                options=pb.PublishOptions(name="a"), files=[pb.FileSpec(path=LONG)]
+            ),
+            LONG[:256],
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+async def test_long_ids_and_lists_are_refused_by_name(
+    registry: Registry, address: str, method: str, request_: Any, field: str
+) -> None:
+    """Their errors also have to fit into trailers, or clients get none."""
+    _, token = await registry.keys.create("globex", ["admin", "publisher"], 0.0, "")
+    async with grpc.aio.insecure_channel(address) as channel:
+        call = getattr(registry_pb2_grpc.RegistryServiceStub(channel), method)
+        with pytest.raises(grpc.RpcError) as refused:
+            await call(request_, metadata=[("authorization", f"Bearer {token}")])
+    error = from_rpc_error(refused.value)
+    assert error.violations[0].field == field
+    assert len(error.message) <= 1000
+
+
+async def test_a_scope_that_is_given_thousands_of_times_is_stored_once(registry: Registry) -> None:
+    record, _ = await registry.keys.create("globex", ["reader", "admin"] * 50_000, 0.0, "")
+    assert record.scopes == ("reader", "admin")
