@@ -12,6 +12,7 @@ from loraplex.api.registry import TagTarget
 from loraplex.errors import AdapterNotFound, Blocked, DataLoss
 from loraplex.refs import LATEST
 from loraplex_services.common import documents
+from loraplex_services.common.callers import note_read
 from loraplex_services.common.objects import ObjectStore
 from loraplex_services.registry import layout
 from loraplex_services.registry.access.audit import Audit
@@ -268,4 +269,5 @@ class Deletion:
     async def _all_tags(self, tenant: str, name: str) -> list[TagRecord]:
         folder = layout.tags_folder(tenant, name)
         records = await documents.read_folder(self.store, folder, TagRecord)
+        note_read.get()(len(records))
         return [record for record in records if record.targets]

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from loraplex.adapter_format import TENSOR_FILE, File
 from loraplex.errors import InvalidRequest, NotFound, Violation
 from loraplex_services.common import documents
+from loraplex_services.common.callers import note_read
 from loraplex_services.common.documents import encode
 from loraplex_services.common.objects import ObjectStore
 from loraplex_services.registry import layout
@@ -28,6 +29,8 @@ from loraplex_services.registry.records import AdapterRecord, SignatureRecord, V
 MAX_CHUNK_BYTES = 1 << 20
 SESSION_MAX_AGE_S = 24 * 3600.0
 _REUSE_MAX_AGE_S = SESSION_MAX_AGE_S / 2
+_PARTS_PER_DOCUMENT = 10
+"""Parts that cost as much as a document: they are listed and not read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +190,7 @@ class Uploads:
             parts.setdefault(int(index), []).append(
                 UploadPart(info.key, int(offset), int(size), sha256)
             )
+        note_read.get()(sum(map(len, parts.values())) // _PARTS_PER_DOCUMENT)
         return [FileState(file, parts.get(index, ())) for index, file in enumerate(session.files)]
 
     async def receive(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from loraplex.errors import InvalidRequest
+from loraplex_services.common.callers import note_read
 from loraplex_services.registry import layout
 from loraplex_services.registry.assembly import Registry
 from tests.registry.house import CONFIG, TENSORS, adapter_files, one_chunk, opened
@@ -49,3 +50,19 @@ async def test_more_bytes_than_declared_are_refused(registry: Registry) -> None:
     session = await opened(registry, "sql", files)
     with pytest.raises(InvalidRequest, match="more than was declared"):
         await registry.uploads.receive(session, CONFIG, 0, one_chunk(files[CONFIG] + b" "))
+
+
+@pytest.mark.hostile
+async def test_a_call_for_an_upload_in_many_parts_counts_as_more_calls(registry: Registry) -> None:
+    """Each call lists all of them, and parts of one byte are cheap to send."""
+    files = adapter_files(1)
+    session = await opened(registry, "sql", files)
+    await registry.uploads.reopen(session.upload_id, TENSORS)
+    for begin in range(0, 58, 2):
+        part = files[TENSORS][begin : begin + 1]
+        await registry.uploads.receive(session, TENSORS, begin, one_chunk(part))
+    num_read: list[int] = []
+    token = note_read.set(num_read.append)
+    await registry.uploads.state(session)
+    note_read.reset(token)
+    assert num_read == [3]  # of 29 parts and the config
