@@ -22,7 +22,7 @@ MAX_VIOLATIONS = 20
 """Details travel in HTTP/2 trailers, which peers cap (often at 8 KiB)."""
 MAX_DETAIL_BYTES = 6000
 MAX_MESSAGE_BYTES = 1000
-MAX_FIELD_CHARS = 256
+MAX_FIELD_CHARS = 1024
 
 _LOST_STATUS = "Internal error from Core"
 """gRPC's asyncio client replaces the status of a server that ends a call with these words, and

@@ -300,7 +300,7 @@ LONG = "a" * 100_000
             pb.CreateUploadRequest(
                 options=pb.PublishOptions(name="a"), files=[pb.FileSpec(path=LONG)]
             ),
-            LONG[:256],
+            LONG[:1024],
         ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
