@@ -40,6 +40,14 @@ local function count_use(item, sign)
   end
 end
 
+-- The numbers of an adapter's versions, tombstones included. See before_new.lua.
+local function count_number(key, number)
+  redis.call('HINCRBY', key, 'count', 1)
+  if number > tonumber(redis.call('HGET', key, 'highest') or '0') then
+    redis.call('HSET', key, 'highest', number)
+  end
+end
+
 -- Add an event, and drop the oldest ones beyond the limits.
 local function tell(event)
   local key = ns .. 'events'
@@ -97,6 +105,7 @@ local function apply(change)
     if item.generation > have then
       redis.call('HSET', key, item.field, string.format('%d ', item.generation) .. document(item.doc))
       if item.use then
+        if have == 0 then count_number(key, item.number) end
         if item.generation == 1 then
           if not item.expires_s or item.expires_s == 0 then redis.call('HSET', key, 'lasting', 1) end
           count_use(item, 1)

@@ -244,6 +244,7 @@ class Deletion:
         """What is left by the objects, because the index may lack the newest tombstone."""
         folder = layout.versions_folder(tenant, name)
         records = await documents.read_folder(self.store, folder, VersionRecord)
+        note_read.get()(len(records))
         live = {record.version: record for record in records if not record.deleted}
         barred = await self.rules.barred(tenant, list(live.values())) if live else set()
         newest = live[max(live.keys() - barred)] if live.keys() - barred else None

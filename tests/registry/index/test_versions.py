@@ -35,7 +35,26 @@ async def test_an_index_that_lacks_a_number_is_not_believed(
 ) -> None:
     for seed in (1, 2, 3):
         await publish(registry, "sql", seed)
+    key = f"{PREFIX}{await registry.catalog.epoch()}:a:default/sql"
     async with redis.asyncio.Redis.from_url(metadata_url) as client:
-        await client.hdel(f"{PREFIX}{await registry.catalog.epoch()}:a:default/sql", "v2")
+        await client.hdel(key, "v2")
+        await client.hincrby(key, "count", -1)
     last, records = await registry.versions.of_content("default", "sql", OTHER)
     assert (last, [record.version for record in records]) == (3, [1, 2, 3])
+
+
+@pytest.mark.hostile
+async def test_versions_are_counted_as_they_come(registry: Registry, metadata_url: str) -> None:
+    """Redis serves nobody else while it looks through the versions of an adapter."""
+    for seed in (1, 2, 3):
+        await publish(registry, "sql", seed)
+    await registry.deletion.version("default", "sql", 2, "tester", force=True, purge=False)
+    key = f"{PREFIX}{await registry.catalog.epoch()}:a:default/sql"
+    async with redis.asyncio.Redis.from_url(metadata_url) as client:
+        assert await client.hmget(key, "count", "highest") == [b"3", b"3"]
+        await client.hset(key, "count", "7")
+        await client.hset(key, "highest", "7")
+        assert (await registry.versions.of_content("default", "sql", OTHER))[0] == 7
+        await client.hdel(key, "count", "highest")  # as earlier builds left it
+        assert (await registry.versions.of_content("default", "sql", OTHER))[0] == 3
+        assert await client.hmget(key, "count", "highest") == [b"3", b"3"]
