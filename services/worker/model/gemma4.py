@@ -33,7 +33,7 @@ from loraplex_services.worker.model.plain import (
     windows_of,
 )
 from loraplex_services.worker.model.rope_config import rope_from_params
-from loraplex_services.worker.model.sparse import ExpertNames, stacked_experts
+from loraplex_services.worker.model.sparse import ExpertNames, read_num_active, stacked_experts
 from loraplex_services.worker.ops.norm.torch import Norm, NormWeight
 from loraplex_services.worker.types.model_config import (
     KvHeads,
@@ -193,9 +193,10 @@ def _read_ropes(
 
 
 def _read_moe(reader: ModelConfigReader) -> MoeConfig:
+    num_experts = reader.integer("num_experts")
     return MoeConfig(
-        num_experts=reader.integer("num_experts"),
-        num_active=reader.integer("top_k_experts"),
+        num_experts=num_experts,
+        num_active=read_num_active(reader, num_experts, key="top_k_experts"),
         intermediate_size=reader.integer("moe_intermediate_size"),
         renormalise=True,
     )

@@ -32,7 +32,7 @@ from loraplex_services.worker.model.plain import (
     windows_of,
 )
 from loraplex_services.worker.model.rope_config import rope_parameters
-from loraplex_services.worker.model.sparse import routed_mlp
+from loraplex_services.worker.model.sparse import read_num_active, routed_mlp
 from loraplex_services.worker.types.model_config import ClampedSwiglu, ModelConfig, MoeConfig
 from loraplex_services.worker.types.sharding import Cut
 
@@ -63,6 +63,7 @@ def read_config(reader: ModelConfigReader, eos_token_ids: tuple[int, ...]) -> Mo
     default = [FULL if layer % 2 else SLIDING for layer in range(config.num_layers)]
     types = read_layer_types(reader, config.num_layers, default)
     has_bias = reader.flag("attention_bias", True)
+    num_experts = reader.integer("num_local_experts", 128)
     return replace(
         config,
         windows=windows_of(types, reader.integer("sliding_window", 128)),
@@ -71,8 +72,8 @@ def read_config(reader: ModelConfigReader, eos_token_ids: tuple[int, ...]) -> Mo
         norm_in_float32=True,
         attention_sinks=True,
         moe=MoeConfig(
-            num_experts=reader.integer("num_local_experts", 128),
-            num_active=reader.integer("num_experts_per_tok", 4),
+            num_experts=num_experts,
+            num_active=read_num_active(reader, num_experts, 4),
             intermediate_size=config.intermediate_size,
             renormalise=True,
             swiglu=ClampedSwiglu(

@@ -145,6 +145,7 @@ def _load(folder: Path, dtype: torch.dtype) -> Any:
         why = f"the transformers library cannot load it: {first_line or type(error).__name__}"
         raise InvalidRequest.field("model", folder.name, why) from error
     _check_complete(loading)
+    _check_tied(model)
     return model.eval().requires_grad_(False)
 
 
@@ -154,6 +155,14 @@ def _check_complete(loading: dict[str, Any]) -> None:
         raise InvalidRequest.field(name, list(got), f"config.json asks for shape {list(wanted)}")
     for name in sorted(loading["missing_keys"]):
         raise InvalidRequest.field(name, "missing", "the base's files lack this tensor")
+
+
+def _check_tied(model: Any) -> None:
+    """Refuse a head of its own where the config says that it is the embedding, as PEFT believes."""
+    head, table = model.get_output_embeddings(), model.get_input_embeddings()
+    if model.config.tie_word_embeddings and not head.weight.equal(table.weight):
+        why = "differs from the embedding, but tie_word_embeddings is true"
+        raise InvalidRequest.field("lm_head.weight", "present", why)
 
 
 def _check_config(config: Any, classes: Any) -> None:

@@ -8,7 +8,7 @@ from loraplex_services.worker.model.build import Builder
 from loraplex_services.worker.model.config_reader import ModelConfigReader
 from loraplex_services.worker.model.decoder import Decoder
 from loraplex_services.worker.model.plain import Defaults, read_plain
-from loraplex_services.worker.model.sparse import ExpertNames, sparse_mlp
+from loraplex_services.worker.model.sparse import ExpertNames, read_num_active, sparse_mlp
 from loraplex_services.worker.types.model_config import ModelConfig, MoeConfig
 
 NAMES = ExpertNames(block="block_sparse_moe", gate="w1", up="w3", down="w2")
@@ -18,9 +18,10 @@ def read_config(reader: ModelConfigReader, eos_token_ids: tuple[int, ...]) -> Mo
     """Translate config.json."""
     defaults = Defaults(norm_eps=1e-5, max_position_embeddings=4096 * 32, rope_theta=1e6)
     config = read_plain(reader, "mixtral", eos_token_ids, defaults)
+    num_experts = reader.integer("num_local_experts", 8)
     moe = MoeConfig(
-        num_experts=reader.integer("num_local_experts", 8),
-        num_active=reader.integer("num_experts_per_tok", 2),
+        num_experts=num_experts,
+        num_active=read_num_active(reader, num_experts, 2),
         intermediate_size=config.intermediate_size,
         renormalise=True,
     )

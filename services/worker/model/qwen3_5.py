@@ -64,6 +64,7 @@ def _read(
     for key in OF_OTHER_PARTS:
         reader.get(key)
     reader.expect("attn_output_gate", (True,), True)
+    reader.expect("hidden_act", ("silu", "swish"), "silu")  # of the recurrent layers, too
     config = read_plain(_of_text(reader), model_type, eos_token_ids, DEFAULTS)
     has_bias = reader.flag("attention_bias", False)
     return replace(

@@ -8,7 +8,7 @@ from loraplex_services.worker.model import qwen2, qwen3
 from loraplex_services.worker.model.build import Builder, dense_mlp
 from loraplex_services.worker.model.config_reader import ModelConfigReader
 from loraplex_services.worker.model.decoder import Decoder, Mlp
-from loraplex_services.worker.model.sparse import ExpertNames, sparse_mlp
+from loraplex_services.worker.model.sparse import ExpertNames, read_num_active, sparse_mlp
 from loraplex_services.worker.types.model_config import ModelConfig, MoeConfig
 
 NAMES = ExpertNames()
@@ -56,7 +56,7 @@ def read_moe(
     count = reader.integer("num_experts", reader.integer("num_local_experts", num_experts))
     return MoeConfig(
         num_experts=count,
-        num_active=reader.integer("num_experts_per_tok", num_active),
+        num_active=read_num_active(reader, count, num_active),
         intermediate_size=reader.integer("moe_intermediate_size"),
         renormalise=reader.flag("norm_topk_prob", False),
         shared_intermediate_size=shared_size and reader.integer(key, shared_size),

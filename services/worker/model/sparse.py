@@ -21,6 +21,7 @@ from loraplex_services.worker.model.build import (
     inner_inputs,
     inner_outputs,
 )
+from loraplex_services.worker.model.config_reader import ModelConfigReader
 from loraplex_services.worker.types.sharding import Cut
 
 
@@ -32,6 +33,23 @@ class ExpertNames:
     gate: str = "gate_proj"
     up: str = "up_proj"
     down: str = "down_proj"
+
+
+def read_num_active(
+    reader: ModelConfigReader,
+    num_experts: int,
+    default: int | None = None,
+    key: str = "num_experts_per_tok",
+) -> int:
+    """How many experts compute a token, of `num_experts` in a layer.
+
+    Raises:
+        Unsupported: more than there are, which kernels do not check again.
+    """
+    count = reader.integer(key, default)
+    if count > num_experts:
+        raise reader.refuse(key, count, f"is more than the {num_experts} experts of a layer")
+    return count
 
 
 def sparse_mlp(builder: Builder, layer: int, names: ExpertNames) -> SparseMlp:

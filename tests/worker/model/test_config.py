@@ -149,6 +149,26 @@ def test_windows_without_layer_types_are_those_of_transformers(tmp_path, name, f
         assert list(ours.windows) == expected
 
 
+@pytest.mark.parametrize("name", ["mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss"])
+def test_more_active_experts_than_there_are_is_refused_by_name(tmp_path, name):
+    """Kernels take the number as it is, and would write beyond their buffers."""
+    experts = {"num_local_experts": 3}
+    if name.startswith("qwen"):
+        experts["moe_intermediate_size"] = 8
+    read_model_config(write(tmp_path, model_type=name, **experts, num_experts_per_tok=3))
+    with pytest.raises(Unsupported) as error:
+        read_model_config(write(tmp_path, model_type=name, **experts, num_experts_per_tok=4))
+    assert field_of(error) == "config.json:num_experts_per_tok"
+
+
+def test_recurrent_layers_with_another_activation_are_refused_by_name(tmp_path):
+    layers = {"layer_types": ["linear_attention", "full_attention"], "head_dim": 8}
+    read_model_config(write(tmp_path, model_type="qwen3_5_text", **layers))
+    with pytest.raises(Unsupported) as error:
+        read_model_config(write(tmp_path, model_type="qwen3_5_text", hidden_act="relu", **layers))
+    assert field_of(error) == "config.json:hidden_act"
+
+
 def test_layers_that_slide_without_a_window_are_refused_by_name(tmp_path):
     types = ["sliding_attention", "full_attention"]
     for fields in ({"use_sliding_window": False}, {"sliding_window": None}):

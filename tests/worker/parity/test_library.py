@@ -144,6 +144,16 @@ def test_weights_that_the_library_would_make_up_are_refused_by_name(tmp_path):
         library_runner(tmp_path, model_impl="auto")
 
 
+def test_a_head_that_is_not_the_embedding_to_which_it_is_tied_is_refused_by_name(tmp_path):
+    """The library leaves both as they are, and PEFT adapts the head as if it were the embedding."""
+    save("Ernie4_5Config", tmp_path, tie_word_embeddings=False)
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["tie_word_embeddings"]  # true for this type
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(InvalidRequest, match="differs from the embedding"):
+        library_runner(tmp_path, model_impl="auto")
+
+
 def test_code_from_the_hub_is_not_run(tmp_path):
     config = {"model_type": "nonesuch", "auto_map": {"AutoConfig": "evil.Config"}}
     (tmp_path / "config.json").write_text(json.dumps(config))
