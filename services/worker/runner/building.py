@@ -171,9 +171,12 @@ def _build(
     if isinstance(operators, NativeOperators):
         operators.native.weights.use_huge_pages()
         if ranks.shard.size == 1:
-            is_dense, most = model.config.moe is None, settings.max_num_seqs
             programs = DecodePrograms(
-                operators.native, model.forward_layers, most, is_dense=is_dense
+                operators.native,
+                model.forward_layers,
+                settings.max_num_seqs,
+                rows_at_once=operators.rows_at_once,
+                is_dense=model.config.moe is None,
             )
             model.pass_layers = programs.forward
     gc.freeze()  # what stays need not be walked by full collections: 4% of a step's time

@@ -1,8 +1,8 @@
 """Decode steps and short prompts on CPUs as programs of kernel calls: see `native/program.py`.
 
-There is one program for each number of rows and of sequences, with adapters and without. Steps with
-prompts are filled up with rows that nothing reads, so that they have few shapes. Steps that are not
-recorded give the same results, more slowly.
+There is one program for each number of rows, with adapters and without. Steps are filled up with
+rows that nothing reads and sequences without tokens, so that few programs are recorded. Steps that
+are not recorded give the same results, more slowly.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import replace
 from itertools import chain
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from loraplex_services.worker.layers.forward_batch import ForwardBatch
@@ -25,8 +26,8 @@ from loraplex_services.worker.ops.lora.cpu_records import RUN_WORDS
 from loraplex_services.worker.ops.lora.worklist import LoraBatch
 from loraplex_services.worker.ops.rope.torch import CosSin
 
-Shape = tuple[int, int, bool]
-"""Rows and sequences of a program, and whether it has adapters."""
+Shape = tuple[int, bool]
+"""Rows of a program, and whether it has adapters. It has as many sequences as rows."""
 
 MAX_ROWS = 64
 """Rows of a step up to which Python takes a share of it that is worth saving."""
@@ -39,16 +40,24 @@ class DecodePrograms:
     """Computes the layers of a model, by programs where it can."""
 
     def __init__(
-        self, native: Native, compute: LayersPass, max_rows: int, *, is_dense: bool
+        self,
+        native: Native,
+        compute: LayersPass,
+        max_rows: int,
+        *,
+        rows_at_once: int,
+        is_dense: bool,
     ) -> None:
         """
         Args:
             compute: the layers in Python.
             max_rows: the most rows of a decode step, and of a program.
+            rows_at_once: see `NativeOperators`.
             is_dense: whether all rows read the same weights. Rows that nothing reads would read
                 other experts' weights, and their routers are given what may not be numbers.
         """
         self._native = native
+        self._rows_at_once = rows_at_once
         self._is_dense = is_dense
         self._row_unit = TILE_ROWS if native.isa == AMX else FEW_ROWS
         self._compute = compute
@@ -63,11 +72,12 @@ class DecodePrograms:
 
     def forward(self, x: Tensor, rotations: Sequence[CosSin], batch: ForwardBatch) -> Tensor:
         """See `Decoder.forward_layers`."""
-        shape = self._shape(len(x), batch)
-        if shape[2] in self._uses_torch or not self._can_record(shape, batch):
+        has_prompts = len(x) > len(batch.attention.seq_lens)
+        shape = self._filled(len(x), batch, has_prompts), bool(batch.lora.runs)
+        if shape[1] in self._uses_torch or not self._can_record(shape, batch, has_prompts):
             return self._compute(x, rotations, batch)
         recorded = self._programs.get(shape)
-        if recorded is None and self._is_first(shape):
+        if recorded is None and has_prompts and self._is_first(shape):
             return self._compute(x, rotations, batch)
         self._inputs.write(shape[0], x, rotations, batch)
         if recorded is None:
@@ -78,40 +88,45 @@ class DecodePrograms:
             batch.routing.copy(notes)
         return program.result[: len(x)].clone()
 
-    def _shape(self, num_rows: int, batch: ForwardBatch) -> Shape:
-        num_sequences = len(batch.attention.seq_lens)
-        if num_rows > num_sequences:
-            num_rows += -num_rows % self._row_unit
-        return num_rows, num_sequences, bool(batch.lora.runs)
+    def _filled(self, num_rows: int, batch: ForwardBatch, has_prompts: bool) -> int:
+        """Rows of the program for a step. Decode steps are filled up to a power of two, or to the
+        middle between two of them, so that few rows are computed in vain."""
+        if not self._may_fill(batch) or num_rows > self._memory.max_rows:
+            return num_rows
+        unit = self._row_unit
+        if not has_prompts:
+            next_power = 1 << (num_rows - 1).bit_length()
+            unit = min(self._rows_at_once, max(1, next_power // 4))
+        return min(num_rows + -num_rows % unit, self._memory.max_rows)
+
+    def _may_fill(self, batch: ForwardBatch) -> bool:
+        return self._is_dense and batch.states is None
 
     def _is_first(self, shape: Shape) -> bool:
-        """Whether a shape has prompts and was not seen before. Mutates: what was seen. To record
-        takes longer than a step, and many of these shapes come once."""
-        num_rows, num_sequences, _ = shape
-        is_first = num_rows > num_sequences and shape not in self._seen
+        """Whether a shape with prompts was not seen before. Mutates: what was seen. To record takes
+        longer than a step, and many of these shapes come once."""
+        is_first = shape not in self._seen
         self._seen.add(shape)
         return is_first
 
-    def _can_record(self, shape: Shape, batch: ForwardBatch) -> bool:
+    def _can_record(self, shape: Shape, batch: ForwardBatch, has_prompts: bool) -> bool:
         """Whether programs have all the inputs."""
         metadata, lora = batch.attention, batch.lora
-        num_rows, num_sequences, _ = shape
+        num_rows, _ = shape
         return (
             num_rows <= self._memory.max_rows
             and isinstance(metadata, NativeAttentionMetadata)
             and metadata.kv_cache_params.use_cache
             and not metadata.is_dummy_attention
-            and (num_rows == num_sequences or (self._is_dense and batch.states is None))
+            and (not has_prompts or self._may_fill(batch))
             and (batch.states is None or len(batch.states.words) == num_rows)
             and len(lora.runs) <= num_rows
             and lora.adds_only
         )
 
     def _record(self, shape: Shape, rotations: Sequence[CosSin], batch: ForwardBatch) -> Tensor:
-        num_rows, num_sequences, has_adapters = shape
-        x, fixed_rotations, fixed_batch = self._inputs.read(
-            num_rows, num_sequences, rotations, batch
-        )
+        num_rows, has_adapters = shape
+        x, fixed_rotations, fixed_batch = self._inputs.read(num_rows, rotations, batch)
         notes = RoutingNotes()
         fixed_batch = replace(fixed_batch, routing=notes)
         self._memory.begin(num_rows)
@@ -142,7 +157,7 @@ class _Inputs:
         self, num_rows: int, x: Tensor, rotations: Sequence[CosSin], batch: ForwardBatch
     ) -> None:
         """Take over the inputs of a step, as those of one with `num_rows` rows."""
-        varying = _varying(x, rotations, batch)
+        varying = _varying(num_rows, x, rotations, batch)
         if not self._tensors:
             self._tensors = [new.new_empty(self._max_rows, *new.shape[1:]) for new in varying]
         for ours, new in zip(self._tensors, varying, strict=True):
@@ -157,11 +172,7 @@ class _Inputs:
             self._runs[len(runs) : num_rows] = 0
 
     def read(
-        self,
-        num_rows: int,
-        num_sequences: int,
-        rotations: Sequence[CosSin],
-        batch: ForwardBatch,
+        self, num_rows: int, rotations: Sequence[CosSin], batch: ForwardBatch
     ) -> tuple[Tensor, Sequence[CosSin], ForwardBatch]:
         """The inputs that were written last, as a pass takes them. The batch's metadata is
         mutated."""
@@ -170,9 +181,9 @@ class _Inputs:
         of_kind = {id(kind): (next(ours), next(ours)) for kind in _kinds(rotations)}
         metadata, lora, states = batch.attention, batch.lora, batch.states
         assert isinstance(metadata, NativeAttentionMetadata)
-        metadata.task_ends = next(ours)[:num_sequences]
+        metadata.task_ends = next(ours)
         metadata.groups = tuple(
-            GroupSequences(next(ours)[:num_sequences], group.block_ids) for group in metadata.groups
+            GroupSequences(next(ours), group.block_ids) for group in metadata.groups
         )
         if states is not None:
             states = replace(
@@ -195,7 +206,9 @@ class _Inputs:
         return x, [of_kind[id(kind)] for kind in rotations], fixed
 
 
-def _varying(x: Tensor, rotations: Sequence[CosSin], batch: ForwardBatch) -> list[Tensor]:
+def _varying(
+    num_rows: int, x: Tensor, rotations: Sequence[CosSin], batch: ForwardBatch
+) -> list[Tensor]:
     """What differs between steps of equal numbers of rows, besides runs, in the order in which
     `_Inputs.read` takes it."""
     metadata, states = batch.attention, batch.states
@@ -203,11 +216,13 @@ def _varying(x: Tensor, rotations: Sequence[CosSin], batch: ForwardBatch) -> lis
     of_states = () if states is None else (states.sources, states.targets)
     others = (*of_states, batch.layer_inputs, batch.query_scales)
     assert metadata.task_ends is not None
+    num_empty = num_rows - len(metadata.task_ends)
+    last_end = metadata.task_ends[-1:].expand(num_empty)
     return [
         x,
         *chain.from_iterable(_kinds(rotations)),
-        metadata.task_ends,
-        *(group.words for group in metadata.groups),
+        torch.cat((metadata.task_ends, last_end)),
+        *(F.pad(group.words, (0, 0, 0, num_empty)) for group in metadata.groups),
         *(tensor for tensor in others if tensor is not None),
     ]
 

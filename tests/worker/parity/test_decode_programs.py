@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from loraplex_services.worker.layers.native_operators import NativeOperators
+from loraplex_services.worker.native.isa import AMX
 from loraplex_services.worker.native.program import Program
 from loraplex_services.worker.runner.backends import choose_operators
 from tests.worker.parity.adapters import EXPERT_FEATURES, features_of, make_adapter
@@ -128,6 +129,19 @@ def test_prompts_are_programs_once_a_step_of_their_shape_was_seen(tmp_path, num_
         prompt = [rng.randrange(200) for _ in range(length)]
         driver.run([Job(greedy(f"{length}", prompt, 1), ((1, 1.0),))])
     assert [*num_runs.values()] == [3]  # after one in Python and one that is recorded
+
+
+@pytest.mark.parametrize("quantization", ["none", "int8"])
+def test_decode_steps_of_similar_sizes_share_a_program_on_amx(quantization, tmp_path, num_runs):
+    base = make_base("llama", tmp_path / "base")
+    settings = {"arena_bytes": 64 << 20, "dtype": "bfloat16", "quantization": quantization}
+    driver = Driver(runner := parity_runner(base.folder, **settings))
+    programs = Compared(runner._model).programs
+    for count in (9, 10, 12, 11):
+        driver.run([Job(greedy(f"{count}-{i}", [5, 6 + i], 3)) for i in range(count)])
+    sizes = {rows for rows, _ in programs._programs if rows <= 12}
+    fills = programs._native.isa == AMX and quantization == "none"
+    assert sizes == ({12} if fills else {9, 10, 11, 12})
 
 
 def test_prompts_of_bases_with_experts_stay_in_python(tmp_path, num_runs):

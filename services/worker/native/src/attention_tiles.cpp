@@ -288,6 +288,8 @@ void attend(RowProducts& products, const AttentionCall<bf16, Stored>& call, cons
 template <class Stored>
 void run(const AttentionCall<bf16, Stored>& call, const Sequence* all, int64_t num_sequences) {
     const Layout& l = call.layout;
+    // Programs have sequences without tokens at the end, which would make the shares of threads unequal.
+    while (num_sequences > 0 && all[num_sequences - 1].num_tokens == 0) --num_sequences;
     const int64_t group = l.num_heads / l.num_kv_heads;
     const int64_t queries = group < kTaskRows<Stored> ? kTaskRows<Stored> / group : 1;
     static thread_local std::vector<QueryTask> tasks;
