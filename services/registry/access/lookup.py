@@ -275,30 +275,38 @@ async def visible_batches(catalog: Catalog, access: Access, token: str) -> Async
     content; what comes after that is not reported.
     """
     seen: set[str] = set()
-    async for batch in watch(catalog, token):
+    async for batch in watch(catalog, token, "" if access.sees_all else access.tenant):
         if access.sees_all:
             yield batch
             continue
-        shown = [await _shown(catalog, access, event, seen) for event in batch.events]
+        adapters: dict[str, AdapterRecord | None] = {}
+        shown = [await _shown(catalog, access, event, seen, adapters) for event in batch.events]
         events = tuple(event for event in shown if event is not None)
         yield dataclasses.replace(batch, events=events)
 
 
 async def _shown(
-    catalog: Catalog, access: Access, event: dict[str, Any], seen: set[str]
+    catalog: Catalog,
+    access: Access,
+    event: dict[str, Any],
+    seen: set[str],
+    adapters: dict[str, AdapterRecord | None],
 ) -> dict[str, Any] | None:
+    """An event as the caller may see it. Mutates: seen, adapters (those of tags, by scope)."""
     kind, doc = event["kind"], event["doc"]
     if kind == "base":
         return event
-    scope = scope_of(doc["tenant"], doc["name"])
+    tenant, scope = doc["tenant"], scope_of(doc["tenant"], doc["name"])
+    adapter = None
     if kind == "version":
-        adapter: AdapterRecord | None = AdapterRecord(
-            doc["tenant"], doc["name"], doc["visibility"], tuple(doc["shared_with"])
-        )
-    else:
-        adapter = (await catalog.find(scope, "tag", doc["tag"])).adapter
+        shared_with = tuple(doc["shared_with"])
+        adapter = AdapterRecord(tenant, doc["name"], doc["visibility"], shared_with)
+    elif not access.owns(tenant):
+        if scope not in adapters:
+            adapters[scope] = (await catalog.find(scope, "adapter")).adapter
+        adapter = adapters[scope]
     item = f"{kind} {scope} {doc['version'] if kind == 'version' else doc['tag']}"
-    if access.may_see(doc["tenant"], adapter):
+    if access.may_see(tenant, adapter):
         seen.add(item)
         return event
     if item not in seen:

@@ -176,7 +176,7 @@ class Catalog:
     async def find(self, scope: str, kind: str, selector: str = "") -> Found:
         """The versions that a tag, number (in decimal) or digest selects, and the tags. The kind
         `live` selects versions that are not deleted, `all` every version, `newest` some live ones
-        and some tags; its selector says how many."""
+        and some tags (its selector says how many), and `adapter` neither versions nor tags."""
         return await self._lookups.ask((scope, kind, selector))
 
     async def before_new(self, scope: str, digest: str) -> tuple[int, list[VersionRecord]] | None:

@@ -1,7 +1,7 @@
 -- Everything that answers references, many in one round trip.
 -- KEYS[1] = prefix; ARGV = the position seen before (epoch, sequence), then for each reference three:
--- scope, kind ('tag' | 'version' | 'digest' | 'newest' | 'live' | 'all'), selector. Live versions have
--- generation 1.
+-- scope, kind ('adapter' | 'tag' | 'version' | 'digest' | 'newest' | 'live' | 'all'), selector. Live
+-- versions have generation 1.
 -- Returns {epoch, sequence, {{tags, versions, adapter}...}}, or false where there is no index or it is
 -- behind that position. Values are '<generation> <document>'.
 local epoch = redis.call('GET', KEYS[1] .. 'epoch')
@@ -14,6 +14,8 @@ local function found(scope, kind, selector)
   local key = ns .. 'a:' .. scope
   local tags_key = ns .. 't:' .. scope
   local versions = {}
+  local adapter = redis.call('HGET', key, 'adapter') or ''
+  if kind == 'adapter' then return {{}, {}, adapter} end
 
   local function add(number)
     local value = redis.call('HGET', key, 'v' .. number)
@@ -53,7 +55,7 @@ local function found(scope, kind, selector)
       if i % 2 == 0 then tags[#tags + 1] = text end
     end
   end
-  return {tags, versions, redis.call('HGET', key, 'adapter') or ''}
+  return {tags, versions, adapter}
 end
 
 local answers = {}

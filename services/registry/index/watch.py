@@ -45,8 +45,12 @@ class _SnapshotNeeded(Exception):
     """The watcher's position is no longer in the index."""
 
 
-async def watch(catalog: Catalog, token: str) -> AsyncIterator[Batch]:
+async def watch(catalog: Catalog, token: str, tenant: str = "") -> AsyncIterator[Batch]:
     """Yield changes after `token` ("" = everything); waits while there is no index.
+
+    Args:
+        tenant: a snapshot has only adapters that this tenant may see, and others that are shared;
+            "" = all adapters.
 
     Raises: Unavailable, once the catalog's feed is closed.
     """
@@ -60,7 +64,7 @@ async def watch(catalog: Catalog, token: str) -> AsyncIterator[Batch]:
                 yield batch
         except _SnapshotNeeded:
             try:
-                async for batch in _snapshot(catalog):
+                async for batch in _snapshot(catalog, tenant):
                     epoch, sequence = _parse(batch.token)
                     yield batch
             except (CatalogDown, _SnapshotNeeded):
@@ -123,31 +127,42 @@ async def _last_sequence(catalog: Catalog, epoch: str, after: int) -> int:
     return last
 
 
-async def _snapshot(catalog: Catalog) -> AsyncIterator[Batch]:
+async def _snapshot(catalog: Catalog, tenant: str) -> AsyncIterator[Batch]:
     """A complete snapshot, ending at a number before which nothing is missing."""
     epoch, begin = await catalog.position()
     newest: dict[str, int] = {}
     events = [event.to_doc() for base in await catalog.bases() for event in base_item(base).events]
     yield Batch(tuple(events), "", begins_snapshot=True)
-    after = "-"
-    while True:
-        async with catalog.snapshot_lock:
-            begin_s = time.monotonic()
-            of, page = await catalog.page(
-                "names", after, "+", _PAGE_SCOPES, all_versions=True, versions_limit=_PAGE_VERSIONS
-            )
-            took_s = time.monotonic() - begin_s
-            await asyncio.sleep(min(took_s, _MAX_PAUSE_S))  # the other calls have as long
+    async for of, page in _pages(catalog, tenant):
         if of != epoch:
             raise _SnapshotNeeded
-        if not page:
-            break
         found = [event for scope, found in page for event in _events_of(found)]
         newest.update({_key(event): int(event["doc"]["generation"]) for event in found})
         yield Batch(tuple(found), "")
-        after = f"({page[-1][0]}"
     async for batch in _catch_up(catalog, epoch, begin, newest):
         yield batch
+
+
+async def _pages(
+    catalog: Catalog, tenant: str
+) -> AsyncIterator[tuple[str, list[tuple[str, Found]]]]:
+    """(epoch, adapters by scope) of the parts of the index that a tenant's watch looks at."""
+    own = f"{tenant}/"
+    ranges = [("names", f"[{own}", f"({own}\x7f"), ("shared", "-", "+")]
+    for index, low, high in ranges if tenant else [("names", "-", "+")]:
+        while True:
+            async with catalog.snapshot_lock:
+                begin_s = time.monotonic()
+                epoch, page = await catalog.page(
+                    index, low, high, _PAGE_SCOPES, all_versions=True, versions_limit=_PAGE_VERSIONS
+                )
+                took_s = time.monotonic() - begin_s
+                await asyncio.sleep(min(took_s, _MAX_PAUSE_S))  # the other calls have as long
+            is_second = index == "shared"
+            yield epoch, [each for each in page if not (is_second and each[0].startswith(own))]
+            if not page:
+                break
+            low = f"({page[-1][0]}"
 
 
 async def _catch_up(

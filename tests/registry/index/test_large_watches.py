@@ -7,6 +7,9 @@ from typing import Any
 import pytest
 import redis.asyncio
 
+from loraplex.v1 import registry_pb2 as pb
+from loraplex_services.registry.access.lookup import visible_batches
+from loraplex_services.registry.access.permissions import Access
 from loraplex_services.registry.access.sharing import SharingChange
 from loraplex_services.registry.api import convert
 from loraplex_services.registry.assembly import Registry
@@ -19,6 +22,7 @@ from tests.registry.house import publish
 from tests.registry.index.test_watch import Mirror
 
 pytestmark = pytest.mark.hostile
+ACME = Access("acme", "key", frozenset({"reader"}))
 
 
 async def _num_events(registry: Registry, metadata_url: str) -> int:
@@ -90,7 +94,7 @@ async def test_the_versions_of_one_adapter_come_in_messages_that_gateways_can_re
     monkeypatch.setattr(convert, "MAX_PART_BYTES", 10_000)
     for seed in range(6):
         await publish(registry, "sql", seed, labels={"note": 4000 * "x"})
-    messages = []
+    messages: list[pb.WatchAdaptersResponse] = []
     async for batch in watch(registry.catalog, ""):
         messages += convert.batch_to_protos(batch, "before")
         if batch.ends_snapshot:
@@ -114,3 +118,50 @@ async def test_a_watch_that_got_a_part_of_a_batch_resumes_before_it(
     whole = Batch(tuple(events), "e:9")
     tokens = [each.resume_token for each in convert.batch_to_protos(whole, "e:6")]
     assert tokens == ["e:6", "e:6", "e:9"]
+
+
+async def test_a_tenants_snapshot_reads_no_private_adapters_of_others(
+    registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A watch of a tenant with few adapters cost as much as one of a gateway."""
+    for number in range(3):
+        await publish(registry, f"sql-{number}", number)
+    await publish(registry, "open", 4, visibility=PUBLIC)
+    await publish(registry, "acme/own", 5)
+    await publish(registry, "acme/shown", 6, visibility=PUBLIC)
+    read_page = registry.catalog.page
+    scopes: list[str] = []
+
+    async def noted(*args: Any, **options: Any) -> Any:
+        epoch, page = await read_page(*args, **options)
+        scopes.extend(scope for scope, _ in page)
+        return epoch, page
+
+    monkeypatch.setattr(registry.catalog, "page", noted)
+    mirror = Mirror(visible_batches(registry.catalog, ACME, ""))
+    await mirror.snapshot()
+    assert {key for key in mirror.known if ":v" in key} == {"open:v1", "own:v1", "shown:v1"}
+    assert {*scopes} == {"default/open", "acme/own", "acme/shown"}
+    assert len(mirror.events) == len({*mirror.events})
+    await publish(registry, "sql-0", 7, visibility=PUBLIC)
+    await mirror.until("sql-0:v1", PUBLIC)
+
+
+async def test_tags_in_a_watch_are_not_looked_up_one_by_one(
+    registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each look-up read all tags of the adapter: a million for an adapter with 1,000."""
+    for name in ("default/open", "acme/own"):
+        await publish(registry, name, 1, *(f"t{n}" for n in range(30)), visibility=PUBLIC)
+    find = registry.catalog.find
+    found: list[tuple[str, str]] = []
+
+    async def noted(scope: str, kind: str, selector: str = "") -> Any:
+        found.append((scope, kind))
+        return await find(scope, kind, selector)
+
+    monkeypatch.setattr(registry.catalog, "find", noted)
+    mirror = Mirror(visible_batches(registry.catalog, ACME, ""))
+    await mirror.snapshot()
+    assert mirror.known["open:t29"] == mirror.known["own:t29"] == [1]
+    assert found == [("default/open", "adapter")]
