@@ -83,9 +83,13 @@ class KeyRing:
         """The caller behind an authorization header. Raises: Unauthenticated, PermissionDenied."""
         kind, _, token = authorization.partition(" ")
         if kind.lower() != "bearer" or not TOKEN.fullmatch(token.strip()):
-            raise Unauthenticated(
-                "send an API key as 'Authorization: Bearer lpx_...'", reason="INVALID_API_KEY"
+            why = (
+                "the API key is unknown: a key has the form lpx_<id>_<secret>"
+                if authorization
+                else "this gateway wants an API key: send 'Authorization: Bearer lpx_...', or set "
+                "LORAPLEX_API_KEY for commands"
             )
+            raise Unauthenticated(why, reason="INVALID_API_KEY")
         caller = await self._remembered(token.strip())
         if not caller.scopes & _SCOPES_THAT_RUN:
             raise PermissionDenied("this key may not run adapters; ask an admin for another")

@@ -107,6 +107,19 @@ async def test_a_key_in_use_does_not_wait_for_a_registry_that_others_keep_busy()
     assert registry.num_asked == 2, "the answer that came meanwhile is used"
 
 
+@pytest.mark.parametrize(
+    ("authorization", "why"),
+    [("", "wants an API key.*LORAPLEX_API_KEY"), ("Bearer sk-1234", "unknown.*lpx_")],
+)
+async def test_a_missing_key_and_one_of_another_service_are_told_apart(
+    authorization: str, why: str
+) -> None:
+    registry = RegistryLookup()
+    with pytest.raises(Unauthenticated, match=why):
+        await registry.ring().caller(authorization)
+    assert registry.num_asked == 0
+
+
 async def test_revoked_key_stops_working() -> None:
     registry = RegistryLookup()
     ring = registry.ring()
