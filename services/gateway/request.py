@@ -257,3 +257,19 @@ def with_names(error: LoraplexError, names: Mapping[str, str]) -> LoraplexError:
         error.args = (error.message,)
     error.violations = tuple(renamed)
     return error
+
+
+def name_adapters(error: InvalidRequest, labels: Mapping[str, str]) -> None:
+    """Put the labels of adapters in the place of their digests, by which workers know them.
+    Mutates: error."""
+
+    def named(text: str) -> str:
+        for digest, label in labels.items():
+            text = text.replace(digest, label)
+        return text
+
+    error.message = named(error.message)
+    error.args = (error.message,)
+    error.violations = tuple(
+        Violation(v.field, named(v.value), named(v.description)) for v in error.violations
+    )

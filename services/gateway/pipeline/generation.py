@@ -45,7 +45,7 @@ from loraplex_services.gateway.pipeline.spans import end_refused, end_span
 from loraplex_services.gateway.pipeline.usage import UsageCounter, outcome_of
 from loraplex_services.gateway.registry.resolve import Resolver
 from loraplex_services.gateway.registry.tenants import TenantDirectory
-from loraplex_services.gateway.request import GenerateCall, Target, TextDelta
+from loraplex_services.gateway.request import GenerateCall, Target, TextDelta, name_adapters
 from loraplex_services.gateway.routing.relay import Relay
 from loraplex_services.gateway.routing.router import are_fetched
 from loraplex_services.gateway.routing.steering import Steering
@@ -213,6 +213,8 @@ class Generation:
                     yield text_delta
             outcome = OK
         except BaseException as error:
+            if isinstance(error, InvalidRequest):
+                name_adapters(error, prepared.labels)
             if outcome != OK:
                 outcome = outcome_of(error)
             raise

@@ -9,7 +9,8 @@ from typing import Any
 import openai
 import pytest
 
-from loraplex.errors import AlreadyExists
+from loraplex.api.error_wire import to_detail
+from loraplex.errors import AlreadyExists, InvalidRequest
 from loraplex.v1 import common_pb2, registry_pb2
 from loraplex_services.gateway.admission.queue import AdmissionLimits
 from loraplex_services.gateway.http import sse
@@ -380,20 +381,11 @@ async def test_paths_that_clients_know_say_what_to_do_instead(stack: Stack) -> N
     assert "use /v1/batches" in body["error"]["message"]
 
 
-@pytest.mark.parametrize(
-    ("path", "status", "instead"),
-    [
-        ("/", 405, "use /v1/completions"),
-        ("/generate", 404, "use /v1/completions"),
-        ("/generate_stream", 404, "use /v1/completions"),
-        ("/v1/load_lora_adapter", 404, "set LORAPLEX_LORA_ROOT"),
-        ("/unload_lora_adapter", 404, "set LORAPLEX_LORA_ROOT"),
-    ],
-)
-async def test_calls_of_other_servers_for_adapters_say_what_to_do_instead(
-    stack: Stack, path: str, status: int, instead: str
-) -> None:
+async def test_a_refusal_of_a_worker_names_the_adapter_as_the_caller_does(stack: Stack) -> None:
+    digest = stack.registry.put("sql").digest
+    refusal = InvalidRequest.field("adapters", digest, f"{digest} cannot be combined")
+    stack.workers[0].fail_next = [to_detail(refusal)]
     await stack.start()
-    answered, _, body = await _send(stack, path=path, body={})
-    assert answered == status
-    assert instead in _error(body)["message"]
+    status, _, body = await _send(stack, body=BODY | {"model": "sql"})
+    assert status == 400
+    assert _error(body)["message"] == "adapters: default/sql:v1 cannot be combined"
