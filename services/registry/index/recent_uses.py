@@ -45,5 +45,12 @@ class RecentUses:
             pairs = await wait(self._redis.zrange(self._key(tenant), 0, -1, withscores=True))
         return {text(scope): used_s for scope, used_s in pairs}
 
+    async def forget(self, tenant: str, scopes: Iterable[str]) -> None:
+        """Note nothing of these adapters any more."""
+        async with translated(), self._redis.pipeline(transaction=False) as pipe:
+            for scope in scopes:
+                pipe.zrem(self._key(tenant), scope)
+            await pipe.execute()
+
     def _key(self, tenant: str) -> str:
         return f"{self._prefix}uses:{tenant}"

@@ -93,9 +93,12 @@ class Retention:
 
     async def make_room(self, tenant: str) -> None:
         """Delete the ephemeral versions of a tenant that were used least recently, until the others
-        leave a tenth of its limit free. The one that was used last stays, however large it is."""
+        leave a tenth of its limit free. The one that was used last stays, however large it is. Uses
+        of other adapters are forgotten: there may be one for each request."""
         held = await self._catalog.ephemeral_versions(tenant)
         used_s = await self._catalog.recent_uses.of_tenant(tenant)
+        scopes = {scope_of(version.tenant, version.name) for version in held}
+        await self._catalog.recent_uses.forget(tenant, used_s.keys() - scopes)
         held.sort(key=lambda v: max(v.created_s, used_s.get(scope_of(v.tenant, v.name), 0.0)))
         most = (1 - _SPARE_SHARE) * (self._max_ephemeral_bytes or 0)
         num_bytes = sum(version.size_bytes for version in held)

@@ -47,6 +47,19 @@ async def test_within_the_limit_nothing_is_deleted(registry: Registry) -> None:
     assert await _live(registry) == ["doc-1", "doc-2", "doc-3"]
 
 
+async def test_only_uses_of_adapters_with_an_ephemeral_version_are_kept(
+    registry: Registry,
+) -> None:
+    """There may be an adapter for each request."""
+    [version, *_] = await _ephemeral(registry, 1, 2)
+    bounded = _bounded(registry, 4 * version.size_bytes)
+    await bounded.used(["default/doc-1", "default/ended", "default/lasting", "other/ended"])
+    await bounded.make_room("default")
+    uses = registry.catalog.recent_uses
+    assert (await uses.of_tenant("default")).keys() == {"default/doc-1"}
+    assert (await uses.of_tenant("other")).keys() == {"other/ended"}
+
+
 async def test_the_one_used_last_stays_however_large_it_is(registry: Registry) -> None:
     await _ephemeral(registry, 1, 2)
     bounded = _bounded(registry, 1)
