@@ -78,13 +78,15 @@ class RegistrySnapshot:
         """Tags with a staged move, by tenant, name in lower case and tag."""
 
     def put_version(self, version: Version) -> None:
-        """Record a version or its tombstone."""
+        """Record a version, or forget one that is deleted: updates may delete thousands."""
         entry = self._entry(version.tenant, version.name)
+        if version.deleted:
+            entry.versions.pop(version.number, None)
+            self._forget_if_gone(version.tenant, version.name, entry)
+            return
         entry.versions[version.number] = version
         if version.is_public or version.shared_with:
             self._for_others.add((version.tenant, version.name.lower()))
-        if version.deleted:
-            self._forget_if_gone(version.tenant, version.name, entry)
 
     def put_tag(self, tag: Tag) -> None:
         """Record a tag's move unless a later one is known."""
@@ -103,10 +105,8 @@ class RegistrySnapshot:
 
     def _forget_if_gone(self, tenant: str, name: str, entry: _Entry) -> None:
         """Drop an adapter without any version or tag: there may be one for each request."""
-        versions, tags = entry.versions.values(), entry.tags.values()
-        if all(version.deleted for version in versions) and not any(
-            tag.targets or tag.pending for tag in tags
-        ):
+        tags = entry.tags.values()
+        if not entry.versions and not any(tag.targets or tag.pending for tag in tags):
             key = (tenant, name.lower())
             del self._entries[key]
             self._for_others.discard(key)
@@ -121,8 +121,7 @@ class RegistrySnapshot:
         entry = self._entries.get((ref.tenant, ref.name))
         if entry is None:
             return None
-        version = entry.versions.get(self._number(entry, ref, split_key))
-        return version if version is not None and not version.deleted else None
+        return entry.versions.get(self._number(entry, ref, split_key))
 
     def latest(self, tenant: str) -> Iterator[Version]:
         """The latest version of each adapter that a tenant may run, by tenant and name."""
@@ -135,8 +134,8 @@ class RegistrySnapshot:
     def listing(self, owner: str, name: str, viewer: str | None) -> Listing | None:
         """One adapter, if it exists and the viewer may run it, as in `Version.visible_to`."""
         entry = self._entries.get((owner, name), _Entry())
-        alive = (v for v in entry.versions.values() if not v.deleted and v.visible_to(viewer))
-        versions = sorted(alive, key=lambda version: -version.number)
+        visible = (version for version in entry.versions.values() if version.visible_to(viewer))
+        versions = sorted(visible, key=lambda version: -version.number)
         if not versions:
             return None
         tags = sorted(entry.tags.values(), key=lambda tag: tag.tag)
@@ -150,7 +149,7 @@ class RegistrySnapshot:
         found: dict[str, list[Version]] = {}
         for entry in self._entries.values():
             for version in entry.versions.values():
-                if not version.deleted and version.visible_to(viewer):
+                if version.visible_to(viewer):
                     found.setdefault(version.digest, []).append(version)
         for versions in found.values():
             versions.sort(key=lambda version: (-version.created_unix_s, version.label))
@@ -177,8 +176,9 @@ class RegistrySnapshot:
         if ref.version is not None:
             return ref.version
         if ref.digest is not None:
-            same = [v.number for v in entry.versions.values() if v.digest == ref.digest]
-            return max((n for n in same if not entry.versions[n].deleted), default=0)
+            return max(
+                (v.number for v in entry.versions.values() if v.digest == ref.digest), default=0
+            )
         tag = entry.tags.get(ref.tag or LATEST)
         return (
             split_choice(tag.targets, split_key).version if tag is not None and tag.targets else 0
@@ -187,5 +187,4 @@ class RegistrySnapshot:
 
 def _newest(entry: _Entry) -> Version | None:
     """An adapter uploaded with --no-latest is listed by its newest version."""
-    alive = [version for version in entry.versions.values() if not version.deleted]
-    return max(alive, key=lambda version: version.number, default=None)
+    return max(entry.versions.values(), key=lambda version: version.number, default=None)

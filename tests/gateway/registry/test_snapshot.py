@@ -84,3 +84,14 @@ def test_an_adapter_whose_last_version_was_deleted_is_forgotten() -> None:
     again = _version("acme", "once-1", number=2)
     snapshot.put_version(again)
     assert snapshot.version("acme", "once-1", 2) == again
+
+
+def test_deleted_versions_of_an_adapter_with_others_are_forgotten() -> None:
+    """A trainer publishes and retires thousands of updates a day."""
+    snapshot = RegistrySnapshot()
+    for number in range(1, 101):
+        snapshot.put_version(_version("acme", "sql", number=number))
+        old = _version("acme", "sql", number=number - 1)
+        snapshot.put_version(dataclasses.replace(old, deleted=True))
+    assert [*snapshot._entries["acme", "sql"].versions] == [100]
+    assert snapshot.version("acme", "sql", 99) is None
