@@ -79,21 +79,30 @@ local function list(scope)
   end
 end
 
--- The newest live version leads the list of an adapter's versions.
-local function refresh_newest(scope)
-  local key = ns .. 'a:' .. scope
-  local newest = -1
-  for _, field in ipairs(redis.call('HKEYS', key)) do
-    local number = tonumber(string.match(field, '^v(%d+)$'))
-    if number and number > newest and generation_of(redis.call('HGET', key, field)) == 1 then
-      newest = number
-    end
+-- The newest live version leads the list of an adapter's versions. `before` is a number below it, and no
+-- version between them is live. Without it, the versions of an adapter whose newest one is published and
+-- deleted again and again would be looked through each time.
+local function note_live(scope, key, number)
+  local newest = tonumber(redis.call('HGET', key, 'newest') or '-1')
+  if number > newest then
+    redis.call('HSET', key, 'newest', number, 'before', newest)
+    if newest < 0 then list(scope) end
+  elseif number > tonumber(redis.call('HGET', key, 'before') or number) then
+    redis.call('HSET', key, 'before', number)
   end
-  if newest < 0 then
+end
+
+local function drop_newest(scope, key, number)
+  local newest = tonumber(redis.call('HGET', key, 'before') or number - 1)
+  while newest > 0 and generation_of(redis.call('HGET', key, 'v' .. newest)) ~= 1 do
+    newest = newest - 1
+  end
+  redis.call('HDEL', key, 'before')
+  if newest > 0 then
+    redis.call('HSET', key, 'newest', newest)
+  else
     redis.call('HDEL', key, 'newest')
     list(scope)
-  else
-    redis.call('HSET', key, 'newest', newest)
   end
 end
 
@@ -112,16 +121,12 @@ local function apply(change)
           redis.call('HSET', key, 'd:' .. item.digest, item.number)
           redis.call('PERSIST', key)
           redis.call('PERSIST', ns .. 't:' .. change.scope)
-          local newest = tonumber(redis.call('HGET', key, 'newest') or '-1')
-          if item.number > newest then
-            redis.call('HSET', key, 'newest', item.number)
-            if newest < 0 then list(change.scope) end
-          end
+          note_live(change.scope, key, item.number)
         else
           if have == 1 then count_use(item, -1) end
-          -- Retired updates are never the newest, and looking through all takes longer each time.
-          local newest = tonumber(redis.call('HGET', key, 'newest') or '-1')
-          if item.number >= newest then refresh_newest(change.scope) end
+          if item.number == tonumber(redis.call('HGET', key, 'newest')) then
+            drop_newest(change.scope, key, item.number)
+          end
         end
       end
       if item.visibility then list(change.scope) end

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import redis.asyncio
 
 from loraplex_services.registry.assembly import Registry
 from loraplex_services.registry.index.catalog import PREFIX
+from loraplex_services.registry.index.items import version_item
 from tests.registry.house import publish
 
 OTHER = f"sha256:{64 * '0'}"
@@ -58,3 +61,61 @@ async def test_versions_are_counted_as_they_come(registry: Registry, metadata_ur
         await client.hdel(key, "count", "highest")  # as earlier builds left it
         assert (await registry.versions.of_content("default", "sql", OTHER))[0] == 3
         assert await client.hmget(key, "count", "highest") == [b"3", b"3"]
+
+
+@pytest.mark.hostile
+async def test_the_newest_version_is_known_whatever_was_deleted(
+    registry: Registry, metadata_url: str
+) -> None:
+    """Redis looks through versions downwards from the last one that was the newest."""
+    key = f"{PREFIX}{await registry.catalog.epoch()}:a:default/sql"
+    names = f"{PREFIX}{await registry.catalog.epoch()}:names"
+
+    async def delete(*numbers: int) -> None:
+        for number in numbers:
+            await registry.deletion.version("default", "sql", number, "x", force=True, purge=False)
+
+    async with redis.asyncio.Redis.from_url(metadata_url) as client:
+        for seed in range(6):
+            await publish(registry, "sql", seed, latest=False)
+        await delete(4, 5, 2)
+        assert await client.hmget(key, "newest", "before") == [b"6", b"5"]
+        await delete(6)
+        assert await client.hmget(key, "newest", "before") == [b"3", None]
+        for seed in (7, 8):
+            await publish(registry, "sql", seed, latest=False)
+        assert await client.hmget(key, "newest", "before") == [b"8", b"7"]
+        await delete(7, 8)
+        assert await client.hget(key, "newest") == b"3"
+        await publish(registry, "sql", 9, latest=False)
+        assert await client.hmget(key, "newest", "before") == [b"9", b"3"]
+        await delete(9, 3)
+        assert await client.hget(key, "newest") == b"1"
+        assert await client.zrange(names, 0, -1) == [b"default/sql"]
+        await delete(1)
+        assert await client.hget(key, "newest") is None
+        assert not await client.zrange(names, 0, -1)
+        await publish(registry, "sql", 10, latest=False)
+        assert await client.hmget(key, "newest", "before") == [b"10", b"-1"]
+        await delete(10)
+        assert await client.hget(key, "newest") is None
+
+
+async def test_a_version_that_comes_late_into_the_index_may_be_the_newest(
+    registry: Registry, metadata_url: str
+) -> None:
+    records = [(await publish(registry, "sql", seed)).version for seed in range(4)]
+    key = f"{PREFIX}{await registry.catalog.epoch()}:a:default/late"
+    late = [replace(record, name="late") for record in records]
+
+    async def apply(number: int, generation: int = 1) -> None:
+        item = version_item(replace(late[number - 1], generation=generation), None)
+        await registry.catalog.apply("default/late", [item])
+
+    for number in (1, 4, 2, 3):
+        await apply(number)
+    await apply(4, generation=2)
+    async with redis.asyncio.Redis.from_url(metadata_url) as client:
+        assert await client.hget(key, "newest") == b"3"
+        await apply(3, generation=2)
+        assert await client.hget(key, "newest") == b"2"
