@@ -9,6 +9,7 @@ from itertools import groupby
 from operator import itemgetter
 
 from loraplex.errors import InvalidRequest
+from loraplex_services.common.callers import note_read
 from loraplex_services.common.documents import encode, intact
 from loraplex_services.common.objects import After, ObjectInfo, ObjectStore
 from loraplex_services.common.ulid import first_ulid, time_of_ulid, ulid
@@ -23,6 +24,8 @@ REGISTRY = "registry"
 """The actor of what the registry does by itself."""
 _WINDOW_S = 60.0
 _BATCH_KEYS = 200
+_MAX_READ = 2000
+"""Entries after which a page ends."""
 _MAX_SHARED = 64
 """Most versions in an entry about several of them."""
 
@@ -86,7 +89,8 @@ class Audit:
         self, tenant: str, page_size: int, before: str = ""
     ) -> tuple[list[AuditRecord], str]:
         """Entries, newest first, and the key at which the next page begins; "" on the last page.
-        Damaged ones are logged and left out.
+        Damaged ones are logged and left out. A page may be short, or empty, because it ends after
+        a number of entries of all tenants.
 
         Args:
             tenant: tenant of the entries; "" = all tenants.
@@ -99,14 +103,19 @@ class Audit:
             description = "is not a page token of this list; start again without one"
             raise InvalidRequest.field("page_token", before, description)
         entries: list[AuditRecord] = []
+        num_read = 0
         async for keys in self._backwards(before or _END):
             records = await self._store.get_many(keys)
+            note_read.get()(len(keys))
+            num_read += len(keys)
             for key, data in zip(keys, records, strict=True):
                 for entry in intact(AuditRecord, [(key, data)] if data is not None else []):
                     if tenant in ("", entry.tenant):
                         entries.append(entry)
                 if len(entries) == page_size:
                     return entries, key
+            if num_read >= _MAX_READ:
+                return entries, keys[-1]
         return entries, ""
 
     async def _backwards(self, before: str) -> AsyncIterator[list[str]]:

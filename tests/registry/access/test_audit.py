@@ -10,6 +10,7 @@ import pytest
 
 from loraplex.api.tenants import Tenant
 from loraplex.errors import InvalidRequest
+from loraplex_services.common.callers import note_read
 from loraplex_services.common.objects import ObjectInfo, open_store
 from loraplex_services.common.ulid import first_ulid, time_of_ulid, ulid
 from loraplex_services.registry import layout
@@ -125,3 +126,26 @@ async def test_a_change_of_a_tenant_s_limits_says_what_they_are_now(served: Serv
         "signature_keys": "0",
         "max_kl": "0.0",
     }
+
+
+@pytest.mark.hostile
+async def test_a_page_for_a_tenant_with_few_entries_reads_a_bounded_part_of_the_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(audit, "_BATCH_KEYS", 5)
+    monkeypatch.setattr(audit, "_MAX_READ", 20)
+    log = await _written(tmp_path, monkeypatch, [NOW_S - 10.0 * n for n in range(100, 0, -1)])
+    num_read: list[int] = []
+    reading = note_read.set(num_read.append)
+    entries, token = await log.page("globex", 1000)
+    note_read.reset(reading)
+    assert not entries and token
+    assert 20 <= sum(num_read) <= 25
+    shown: list[str] = []
+    token, num_pages = "", 0
+    while not num_pages or token:
+        entries, token = await log.page("default", 1000, token)
+        shown += [entry.subject for entry in entries]
+        num_pages += 1
+    assert shown == [str(number) for number in range(99, -1, -3)]
+    assert num_pages >= 4
