@@ -104,6 +104,11 @@ def key(key_id: str) -> str:
     return f"{KEYS}{key_id}.json"
 
 
+def key_id_of(key: str) -> str:
+    """The inverse of `key`."""
+    return key.removeprefix(KEYS).removesuffix(".json")
+
+
 def audit(date: str, ulid: str) -> str:
     return f"{AUDIT}{date}/{ulid}.json"
 

@@ -14,7 +14,7 @@ from loraplex.api_keys import TOKEN, draw_key, token_of
 from loraplex.errors import AlreadyExists, InvalidRequest, NotFound, Unauthenticated
 from loraplex.refs import DEFAULT_TENANT
 from loraplex_services.common import documents
-from loraplex_services.common.callers import Caller
+from loraplex_services.common.callers import Caller, note_read
 from loraplex_services.common.limits import KEY_LIFETIME_S, MAX_DESCRIPTION_CHARS, check_chars
 from loraplex_services.common.objects import ObjectStore
 from loraplex_services.common.recent import Recent
@@ -27,6 +27,8 @@ CACHE_S = 2.0
 """A revoked key is refused at most this long after its revocation."""
 MAX_CACHED = 20_000
 _BATCH_KEYS = 200
+_MAX_READ = 2000
+"""Keys after which a page ends."""
 _MAX_ID_CHARS = 64
 _FIRST_SCOPES = (*SCOPES, ROOT)
 _FIRST = "first admin key"
@@ -92,7 +94,8 @@ class Keys:
     ) -> tuple[list[KeyRecord], str]:
         """Keys ordered by id, and the id after which the next page begins; "" on the last page.
 
-        Damaged records are logged and left out, so that one does not hide all others.
+        Damaged records are logged and left out, so that one does not hide all others. A page may be
+        short, or empty, because it ends after a number of keys of all tenants.
 
         Args:
             tenant: tenant of the keys; "" = all tenants.
@@ -106,14 +109,18 @@ class Keys:
             raise InvalidRequest.field("page_token", after[:80], description)
         found: list[KeyRecord] = []
         names: list[str] = []
+        num_read = 0
         start = layout.key(after) if after else ""
         async for item in self._store.list_objects(layout.KEYS, start):
             names.append(item.key)
             if len(names) == _BATCH_KEYS:
                 found += await self._of_tenant(names, tenant)
+                num_read += len(names)
                 names.clear()
             if len(found) > page_size:
                 break
+            if num_read >= _MAX_READ and not names:
+                return found, layout.key_id_of(item.key)
         else:
             found += await self._of_tenant(names, tenant)
         has_more = len(found) > page_size
@@ -121,6 +128,7 @@ class Keys:
 
     async def _of_tenant(self, names: Sequence[str], tenant: str) -> Sequence[KeyRecord]:
         records = await documents.read_intact(self._store, names, KeyRecord)
+        note_read.get()(len(names))
         return [record for record in records if tenant in ("", record.tenant)]
 
     async def get(self, key_id: str, access: Access = EVERYTHING) -> KeyRecord:

@@ -322,3 +322,20 @@ async def test_long_ids_and_lists_are_refused_by_name(
 async def test_a_scope_that_is_given_thousands_of_times_is_stored_once(registry: Registry) -> None:
     record, _ = await registry.keys.create("globex", ["reader", "admin"] * 50_000, 0.0, "")
     assert record.scopes == ("reader", "admin")
+
+
+async def test_a_page_of_few_keys_among_many_of_others_reads_a_bounded_part(
+    registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keys, "_BATCH_KEYS", 2)
+    monkeypatch.setattr(keys, "_MAX_READ", 6)
+    own = {(await registry.keys.create("globex", ["reader"], 0.0, ""))[0].key_id for _ in range(3)}
+    for _ in range(20):
+        await registry.keys.create("acme", ["reader"], 0.0, "")
+    found, after, num_pages = [], "", 0
+    while not num_pages or after:
+        records, after = await registry.keys.page("globex", 100, after)
+        found += [record.key_id for record in records]
+        num_pages += 1
+    assert found == sorted(own)
+    assert num_pages == 4
