@@ -146,9 +146,13 @@ def credentials_of(args: argparse.Namespace) -> Credentials:
     import os
 
     from loraplex.client import settings
+    from loraplex.errors import InvalidRequest
 
-    flags = {"LORAPLEX_CA": args.ca, "LORAPLEX_CERT": args.cert, "LORAPLEX_KEY": args.key}
-    given = {name: path for name, path in flags.items() if path}
+    flags = {"ca": args.ca, "cert": args.cert, "key": args.key}
+    for flag, path in flags.items():
+        if path and not os.path.isfile(path):
+            raise InvalidRequest.field(f"--{flag}", path, "no such file")
+    given = {f"LORAPLEX_{flag.upper()}": path for flag, path in flags.items() if path}
     return settings.credentials({**os.environ, **given})
 
 

@@ -133,11 +133,11 @@ class Workload:
 
     def __post_init__(self) -> None:
         if self.num_adapters < 0:
-            raise InvalidRequest.field("adapters", self.num_adapters, "must be 0 or more")
-        for name in ("rate_per_s", "duration_s", "cv", "alpha"):
-            value = getattr(self, name)
+            raise InvalidRequest.field("--adapters", self.num_adapters, "must be 0 or more")
+        numbers = {"rate": self.rate_per_s, "duration": self.duration_s}
+        for name, value in {**numbers, "cv": self.cv, "alpha": self.alpha}.items():
             if not (math.isfinite(value) and value > 0):
-                raise InvalidRequest.field(name, value, "must be a finite number above 0")
+                raise InvalidRequest.field(f"--{name}", value, "must be a finite number above 0")
 
     def adapter_rate(self, index: int) -> float:
         """Mean arrivals a second for an adapter: the power law's part of the rate, which has the
@@ -161,9 +161,9 @@ def generate(workload: Workload) -> list[TracedRequest]:
     arrivals = _pooled_arrivals(workload) if pooled else _adapter_arrivals(workload)
     if not arrivals:
         raise InvalidRequest.field(
-            "rate_per_s",
+            "--rate",
             workload.rate_per_s,
-            f"gives no request in {workload.duration_s:g} s: raise it, or the duration",
+            f"gives no request in {workload.duration_s:g} s: raise it, or --duration",
         )
     lengths = random.Random(f"{workload.seed}/lengths")
     return [

@@ -228,3 +228,8 @@ def test_first_admin_key_is_drawn_without_a_registry(offline: Any) -> None:
     assert len(tokens) == 2
     for token in tokens:
         assert re.fullmatch(r"lpx_[a-z0-9]{12}_[0-9a-f]{48}", token)
+
+
+def test_a_file_that_a_flag_names_is_refused_by_the_flag(offline: Any) -> None:
+    _, error = offline.error("list", "--ca", "no/such/file")
+    assert error["violations"][0]["field"] == "--ca"
