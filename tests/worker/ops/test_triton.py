@@ -28,8 +28,12 @@ def wanted(variant, target):
         few = ("attention.contexts", "attention.generations", "rope.rotate_and_append")
         is_one = target == 90 and kernel.partition("-kv-")[0] in few
         return dtype == "bf16" and (is_one or sys.argv[1] == "all")
+    if target == 80 and kernel.startswith("attention.contexts-large"):
+        return False  # such a GPU has too little shared memory to choose it
     if "int8" in kernel:
         return target == 90 or (target == 80 and sys.argv[1] == "all")
+    if dtype == "fp32" and kernel == "attention.contexts-small-wide":
+        return target == 80 and sys.argv[1] == "all"
     if dtype == "fp16" or (dtype == "fp32" and "prefill" in kernel):
         return False
     if sys.argv[1] == "some":
@@ -117,7 +121,9 @@ def test_no_kernel_spills_more_than_six_words_unless_its_registers_are_limited(c
     def most(row):
         if row["name"].startswith("lora.long-"):
             return 48 if row["target"] == 90 else 192
-        return 96 if row["name"] in limited else 24
+        if row["name"] in limited:
+            return 96 if row["target"] == 90 else 128
+        return 24
 
     spilling = [(row["name"], row["target"]) for row in compiled if row["spills"] > most(row)]
     assert spilling == []

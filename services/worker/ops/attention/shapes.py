@@ -104,10 +104,10 @@ def context_tiling(
         in_codes: keys and values are codes.
     """
     is_widest = shape.block_dim > WIDE_DIM
-    if itemsize == 4:
-        stages = 1 if is_widest else 2
-        return Tiling(max(32, shape.block_shared), 16, num_warps=8, num_stages=stages)
     is_wide, is_small = shape.block_dim > 128, in_codes or shared_bytes < LARGE_SHARED_BYTES
+    if itemsize == 4:
+        queries, stages = MIN_QUERIES if is_widest and is_small else 32, 1 if is_widest else 2
+        return Tiling(max(queries, shape.block_shared), 16, num_warps=8, num_stages=stages)
     if is_widest:
         keys = MIN_KEYS if in_codes else 32
         return Tiling(max(32, shape.block_shared), keys, num_warps=8, num_stages=2)
