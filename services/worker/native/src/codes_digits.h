@@ -20,7 +20,7 @@ struct DigitRows {
     int64_t row_bytes, low_bytes, chunk_bytes;  // from row to row, from high to low, between chunks
 
     static constexpr int64_t kChunk = 64;  // inputs
-    static constexpr int32_t kMiddle = 8;  // of four-bit codes
+    static constexpr int64_t kMoreFactors = 8;  // rows of zeros that tiles may read
     // Sums of products are 2^shift times as large as they should be, and factors as small. AMX multiplies
     // four-bit codes as the upper halves of bytes, less the middle.
     static constexpr int shift_of([[maybe_unused]] Code kind) {
@@ -34,7 +34,7 @@ struct DigitRows {
     // For tiles, chunks have all rows: [chunk][row][high, low][64]. Otherwise: [row][high, low][padded inputs].
     // Up to num_more rows after the last may be read.
     DigitRows(const CodedProduct& g, Code kind, const bf16* x, int64_t ldx, bool in_tiles,
-              int64_t num_more = 0) {
+              bool is_alone, int64_t num_more = 0) {
         const int64_t num_chunks = ceil_div(g.num_inputs, kChunk), padded = num_chunks * kChunk;
         const int64_t num_all = g.num_rows + num_more;
         low_bytes = in_tiles ? kChunk : padded;
@@ -42,13 +42,17 @@ struct DigitRows {
         chunk_bytes = in_tiles ? num_all * row_bytes : kChunk;
         num_blocks = g.num_blocks;
         // Digits come first, because tiles are loaded fastest from whole cache lines.
-        digits = reinterpret_cast<int8_t*>(scratch(3, num_all * padded / 2 + 3 * g.num_rows * num_blocks));
+        const int64_t num_factors = g.num_rows * num_blocks, num_zeros = in_tiles ? kMoreFactors * num_blocks : 0;
+        digits = reinterpret_cast<int8_t*>(scratch(3, num_all * padded / 2 + 3 * (num_factors + num_zeros)));
         factors = reinterpret_cast<float*>(digits + 2 * num_all * padded);
-        sums = factors + g.num_rows * num_blocks;
-        starts = reinterpret_cast<int32_t*>(sums + g.num_rows * num_blocks);
+        sums = factors + num_factors + num_zeros;
+        starts = reinterpret_cast<int32_t*>(sums + num_factors + num_zeros);
+        for (float* own : {factors, sums, reinterpret_cast<float*>(starts)}) {
+            std::memset(own + num_factors, 0, num_zeros * sizeof(float));
+        }
         const int32_t times = 1 << shift_of(kind), zero = g.zeros == nullptr ? static_cast<int32_t>(g.zero) : 0;
-        const int32_t middle = in_tiles && kind == Code::kInt4 ? kMiddle : 0;
-        parallel_for(g.num_rows, [&](int64_t row) {
+        
+        loop(g.num_rows, is_alone, [&](int64_t row) {
             int8_t* last = at(row, padded - kChunk);
             std::memset(last, 0, kChunk);
             std::memset(last + low_bytes, 0, kChunk);
@@ -58,7 +62,7 @@ struct DigitRows {
                                           row, first, factors[at]);
                 factors[at] /= static_cast<float>(times);
                 sums[at] = static_cast<float>(times * sum);
-                starts[at] = (middle - zero) * times * sum;
+                starts[at] = -zero * times * sum;
             }
         });
     }
@@ -106,50 +110,34 @@ struct DigitRows {
                 add_dots(low[r][1], codes[1], second);
             }
         }
+        const auto add_all = [&](auto has_zeros) __attribute__((always_inline)) {
 #pragma GCC unroll 2
-        for (int v = 0; v < 2; ++v) {
-            const Vec scale = load(block.scales + v * 16), zero = load(block.zeros + v * 16);
+            for (int v = 0; v < 2; ++v) {
+                const Vec scale = load(block.scales + v * 16), zero = load(block.zeros + v * 16);
 #pragma GCC unroll 6
-            for (int r = 0; r < R; ++r) {
-                const int64_t at = (row + r) * num_blocks + block.index;
-                constexpr int kShift = shift_of(Kind);
-                const Sums own{_mm512_slli_epi32(high[r][v], kShift), _mm512_slli_epi32(low[r][v], kShift)};
-                float* const out = totals + r * kPanel + v * 16;
-                if (g.zeros == nullptr) {
-                    add_sum<false, true>(own, at, scale, zero, out);
-                } else {
-                    add_sum<true, false>(own, at, scale, zero, out);
+                for (int r = 0; r < R; ++r) {
+                    const int64_t at = (row + r) * num_blocks + block.index;
+                    __m512i product = _mm512_add_epi32(_mm512_slli_epi32(high[r][v], 8), low[r][v]);
+                    product = _mm512_slli_epi32(product, shift_of(Kind));
+                    float* const out = totals + r * kPanel + v * 16;
+                    store(out, added<decltype(has_zeros)::value>(product, at, scale, zero, load(out)));
                 }
             }
+        };
+        if (g.zeros == nullptr) {
+            add_all(std::false_type());
+        } else {
+            add_all(std::true_type());
         }
     }
 
-    // Sums of products of codes for 16 outputs and each digit.
-    struct Sums {
-        __m512i high, low;
-    };
-
-    // totals[16] += a row's product with a block of 16 outputs; `at` is that of the row and the block.
-    template <bool kHasZeros, bool kHasStarts>
-    void add_sum(const Sums& own, int64_t at, Vec scale, Vec zero, float* totals) const {
-        __m512i product = _mm512_add_epi32(_mm512_slli_epi32(own.high, 8), own.low);
-        if constexpr (kHasStarts) product = _mm512_add_epi32(product, _mm512_set1_epi32(starts[at]));
+    // The total plus a row's product with a block of 16 outputs; `at` is that of the row and the block.
+    template <bool kHasZeros>
+    [[gnu::always_inline]] Vec added(__m512i product, int64_t at, Vec scale, Vec zero, Vec total) const {
+        if constexpr (!kHasZeros) product = _mm512_add_epi32(product, _mm512_set1_epi32(starts[at]));
         Vec value{_mm512_cvtepi32_ps(product)};
         if constexpr (kHasZeros) value = sub(value, mul(zero, set1(sums[at])));
-        store(totals, fma(mul(scale, set1(factors[at])), value, load(totals)));
-    }
-
-    // The same for n rows: own[n][high, low][16], totals[n][32].
-    template <bool kHasZeros, bool kHasStarts>
-    [[gnu::always_inline]] void add_sums(int64_t row, int64_t n, int64_t block, const int32_t* own, Vec scale,
-                                         Vec zero, float* totals) const {
-        const DigitRows local = *this;  // totals may not be among its members
-        int64_t at = row * num_blocks + block;
-#pragma GCC unroll 4
-        for (int64_t r = 0; r < n; ++r, own += 2 * 16, at += local.num_blocks, totals += kPanel) {
-            const Sums both{_mm512_load_si512(own), _mm512_load_si512(own + 16)};
-            local.add_sum<kHasZeros, kHasStarts>(both, at, scale, zero, totals);
-        }
+        return fma(mul(scale, set1(factors[at])), value, total);
     }
 
 private:
@@ -171,8 +159,52 @@ private:
         _mm_storeu_si128(reinterpret_cast<__m128i*>(out), quads);
     }
 
+    // The largest magnitude of n inputs, a multiple of 32.
+    static float largest_of(const bf16* x, int64_t n) {
+        __m512i largest = _mm512_setzero_si512();
+        for (int64_t i = 0; i < n; i += 32) {
+            const __m512i bits = _mm512_and_si512(_mm512_loadu_si512(x + i), _mm512_set1_epi16(0x7fff));
+            largest = _mm512_max_epu16(largest, bits);
+        }
+        const __m256i half = _mm256_max_epu16(_mm512_castsi512_si256(largest), _mm512_extracti64x4_epi64(largest, 1));
+        const __m128i eight = _mm_max_epu16(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));
+        const __m128i least = _mm_minpos_epu16(_mm_xor_si128(eight, _mm_set1_epi32(-1)));
+        const uint32_t bits = ~uint32_t(_mm_cvtsi128_si32(least)) << 16;
+        float top;
+        std::memcpy(&top, &bits, sizeof top);
+        return top;
+    }
+
+    // `split` for a multiple of 32 inputs.
+    int32_t split_halves(const bf16* x, int64_t n, int64_t row, int64_t first, float& factor) const {
+        // In each quarter of a vector, packing leaves two quads of high digits and two of low ones: `order` and `bytes`
+        // put high ones first, and their inputs in the order of codes.
+        const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+        const __m512i bytes = _mm512_set4_epi32(0x0f0d0e0c, 0x0b090a08, 0x07050604, 0x03010200);
+        const float top = largest_of(x, n);
+        const __m512 inverse = _mm512_set1_ps(top > 0.0f ? kLargest / top : 0.0f);
+        const auto rounded = [&](const bf16* from) {
+            return _mm512_cvtps_epi32(_mm512_mul_ps(load(from).v, inverse));
+        };
+        __m512i sum = _mm512_setzero_si512();
+        for (int64_t i = 0; i < n; i += 32) {
+            const __m512i words = _mm512_packs_epi32(rounded(x + i), rounded(x + i + 16));
+            const __m512i high = _mm512_srli_epi16(_mm512_add_epi16(words, _mm512_set1_epi16(128)), 8);
+            const __m512i low = _mm512_and_si512(words, _mm512_set1_epi16(255));
+            const __m512i digits = _mm512_shuffle_epi8(_mm512_packus_epi16(high, low), bytes);
+            const __m512i both = _mm512_permutexvar_epi32(order, digits);
+            int8_t* const out = at(row, first + i);
+            _mm256_storeu_si256(reinterpret_cast<__m256i*>(out), _mm512_castsi512_si256(both));
+            _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + low_bytes), _mm512_extracti64x4_epi64(both, 1));
+            sum = _mm512_add_epi32(sum, _mm512_madd_epi16(words, _mm512_set1_epi16(1)));
+        }
+        factor = top / kLargest;
+        return _mm512_reduce_add_epi32(sum);
+    }
+
     // Stores the digits of a row from input `first` on. Returns the sum of the integers.
     int32_t split(const bf16* x, int64_t n, int64_t row, int64_t first, float& factor) const {
+        if (n % 32 == 0) return split_halves(x, n, row, first, factor);
         const int64_t low = low_bytes, step = chunk_bytes - kChunk + 16;
         int8_t* high = at(row, first);
         __m512 largest = _mm512_setzero_ps();

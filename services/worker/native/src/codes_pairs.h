@@ -59,7 +59,7 @@ struct HalfRows {
 
     // Rows of `padded` inputs, zeros after the last. Up to num_more rows after the last may be read.
     HalfRows(const CodedProduct& g, Code kind, const bf16* rows, int64_t stride, int64_t padded,
-             int64_t num_more)
+             bool is_alone, int64_t num_more = 0)
         : x(rows), ldx(stride), num_blocks(g.num_blocks) {
         const bool has_zeros = kind != Code::kFloat8;
         const bool needs_sums =
@@ -70,7 +70,7 @@ struct HalfRows {
         const int64_t num_copied = copies ? ceil_div((g.num_rows + num_more) * padded, 2) : 0;
         float* own = scratch(3, num_sums + num_copied);
         bf16* copy = reinterpret_cast<bf16*>(own + num_sums);
-        parallel_for(g.num_rows, [&](int64_t row) {
+        loop(g.num_rows, is_alone, [&](int64_t row) {
             if (copies) {
                 bf16* out = copy + row * padded;
                 std::memcpy(out, rows + row * stride, g.num_inputs * sizeof(bf16));
@@ -113,8 +113,8 @@ struct PairRows : HalfRows {
     static constexpr int kMaxRows = kLanes < 16 ? 4 : bits_of(Kind) == 8 ? 12 : 8 - 2 * (Sums - 1);
     static constexpr float kZero = pair_zero_of(Kind);
 
-    PairRows(const CodedProduct& g, const bf16* rows, int64_t stride)
-        : HalfRows(g, Kind, rows, stride, g.num_quads() * kQuad, 0) {}
+    PairRows(const CodedProduct& g, const bf16* rows, int64_t stride, bool is_alone)
+        : HalfRows(g, Kind, rows, stride, g.num_quads() * kQuad, is_alone) {}
 
     template <int R>
     void add(const CodedProduct&, const Block<Kind>& block, int64_t row, float* totals) const {

@@ -12,113 +12,73 @@
 #include "codes_pairs.h"
 
 #if defined(__AMX_INT8__)
+#include "codes_as_tiles.h"
 #include "tiles_amx.h"
 
 namespace lpx {
 
 // A thread's products. The tile registers are in use from construction to destruction.
-template <Code Kind, class To>
+template <Code Kind>
 class TilePanels {
 public:
-    static constexpr bool kInDigits = Kind != Code::kFloat8;
+    static constexpr bool kInDigits = CodeTiles<Kind>::kInDigits;
     using Rows = typename std::conditional<kInDigits, DigitRows, HalfRows>::type;
 
     // How many rows after the last may be read.
     static constexpr int64_t kMoreRows = 8;
-    static Rows rows_of(const CodedProduct& g, const bf16* x, int64_t ldx) {
+    static Rows rows_of(const CodedProduct& g, const bf16* x, int64_t ldx, bool is_alone) {
         const int64_t num_more = g.num_rows > 2 * kRows ? kMoreRows : 0;
         if constexpr (kInDigits) {
-            return DigitRows(g, Kind, x, ldx, true, num_more);
+            return DigitRows(g, Kind, x, ldx, true, is_alone, num_more);
         } else {
             const int64_t padded = ceil_div(g.num_inputs, kTileInputs) * kTileInputs;
-            return HalfRows(g, Kind, x, ldx, padded, num_more);
+            return HalfRows(g, Kind, x, ldx, padded, is_alone, num_more);
         }
     }
 
-    // make_to() makes what takes the sums.
-    template <class MakeTo>
-    TilePanels(const CodedProduct& g, const Rows& rows, const MakeTo& make_to)
-        : g_(g), rows_(rows), to_(make_to()) {
-        tile_inputs_ = smaller(g.block_size, kTileRows * kRowInputs);
-        tile_bytes_ = tile_inputs_ / kRowInputs * kTileBytes;
-        while (int64_t(1) << tile_bits_ < tile_inputs_) ++tile_bits_;
-    }
+    TilePanels(const CodedProduct& g, const Rows& rows) : g_(g), rows_(rows), codes_(g.block_size) {}
     ~TilePanels() { _tile_release(); }
 
-    // The product of rows [begin, end) and a panel.
-    void multiply(int64_t panel, int64_t begin, int64_t end) {
+    // The product of rows [begin, end) and a panel: [end - begin][32], valid until the next one.
+    const float* multiply(int64_t panel, int64_t begin, int64_t end) {
         float* const totals = scratch(0, (end - begin) * kPanel);
-        std::memset(totals, 0, (end - begin) * kPanel * sizeof(float));
-        const int64_t num_groups = ceil_div(end - begin, 2 * kRows);
-        const int64_t n = ceil_div(end - begin, num_groups);
-        if (n != configured_) configure(configured_ = n);
-        const int64_t num_blocks = g_.num_blocks, block_bytes = g_.block_size / kQuad * kQuadBytes;
-        const uint8_t* codes = g_.codes + panel * g_.num_quads() * kQuadBytes;
-        Waiting last{}, next{};  // no rows yet
-        int which = 0;
-        prepare(codes, smaller(g_.block_size, g_.num_inputs), 0);
-        for (int64_t b = 0; b < num_blocks; ++b, codes += block_bytes) {
-            const int64_t left = g_.num_inputs - (b + 1) * g_.block_size;
-            bool has_next = left > 0;
-            const Tiles tiles = tiles_[b % 2];
-            const uint8_t* ahead = codes + kFarBytes;
-            // At each of two places in the work on a tile. Other kinds are prefetched where they are unpacked.
-            const int64_t lines = Kind == Code::kInt8 ? ceil_div(tile_bytes_ / kTileBytes, num_groups) : 0;
-            for (int64_t row = begin; row < end; row += n) {
-                const Waiting own{sums_[which], b, row, smaller(n, end - row),
-                                  totals + (row - begin) * kPanel};
-                const int64_t first = b * g_.block_size;
-                if (n > kRows) {
-                    ahead = multiply_block<kAll>(tiles, row, first, ahead, lines);
-                } else if (which == 0) {
-                    ahead = multiply_block<kEven>(tiles, row, first, ahead, lines);
-                    if (next.num_rows > 0) store_sums<kOdd>(next.sums);
-                } else {
-                    ahead = multiply_block<kOdd>(tiles, row, first, ahead, lines);
-                    store_sums<kEven>(next.sums);
-                }
-                if (has_next) prepare(codes + block_bytes, smaller(g_.block_size, left), (b + 1) % 2);
-                has_next = false;
-                add(panel, last);
-                if (n > kRows) {
-                    store_sums<kAll>(own.sums);
-                    last = own;
-                } else {
-                    last = next;
-                    next = own;
-                }
-                which = 1 - which;
-            }
-        }
-        add(panel, last);
-        if (next.num_rows > 0) {
-            if (which == 1) {
-                store_sums<kEven>(next.sums);
+        const bool has_zeros = g_.zeros != nullptr;
+        if (end - begin <= kFewRows) {
+            const auto multiply = [&](auto has_zeros, auto rows) {
+                multiply_few<decltype(has_zeros)::value, decltype(rows)::value>(panel, begin, end - begin, totals);
+            };
+            const std::integral_constant<int, kFewRows> most{};
+            const std::integral_constant<int, kFewRows / 2> half{};
+            const bool are_half = end - begin <= kFewRows / 2;
+            if (has_zeros) {
+                are_half ? multiply(std::true_type(), half) : multiply(std::true_type(), most);
             } else {
-                store_sums<kOdd>(next.sums);
+                are_half ? multiply(std::false_type(), half) : multiply(std::false_type(), most);
             }
-            add(panel, next);
+        } else if (has_zeros) {
+            multiply_many<true>(panel, begin, end, totals);
+        } else {
+            multiply_many<false>(panel, begin, end, totals);
         }
-        to_.take(totals, begin, end, panel);
+        return totals;
     }
 
 private:
-    static constexpr int64_t kRowInputs = kInDigits ? 4 : 2;  // of a row of a tile
+    static constexpr int64_t kRowInputs = CodeTiles<Kind>::kRowInputs;
     static constexpr int64_t kDigits = kInDigits ? 2 : 1;
     static constexpr int64_t kRows = kTileRows / kDigits;  // of a tile, which has one for each digit
-    static constexpr int64_t kMaxBlock = Kind == Code::kInt8 ? 256 : 128;
+    // Whether codes are prefetched between the instructions of tiles. Float8 is prefetched where it is widened, which
+    // takes most of the time.
+    static constexpr bool kSpreads = kInDigits;
+    static constexpr int64_t kNearBytes = 1024;  // how far ahead the first-level cache reads
+    static constexpr int kFewRows = 8;  // fit into one tile, and their totals into registers
     static constexpr int64_t kItems = kTileRows * kTileRows;
     static constexpr int64_t kQuadBytes = Block<Kind>::kQuadBytes;
 
-    // Which tiles have the sums of a product: all, or 0 and 1 and then 2 and 3 in turn, so that sums are stored
-    // while the next ones are computed.
+    // Which tiles have the sums of a block: all of them for many rows. For few rows, these are 0 and 1 and then 2
+    // and 3 in turn, so that sums are stored while the next ones are computed.
     enum Which { kAll, kEven, kOdd };
 
-    // Codes as tiles: those for 16 outputs, those for the other 16 `second` bytes later, and so on.
-    struct Tiles {
-        const uint8_t* from;
-        int64_t num, stride, second, step;
-    };
     // Sums of a block that are not added yet.
     struct Waiting {
         int32_t* sums;
@@ -126,17 +86,137 @@ private:
         float* totals;
     };
 
+    // At most R rows. Sums are stored one block after they are computed, and added one more block later, between the
+    // instructions of tiles: the processor does not find the work for both together in time.
+    template <bool kHasZeros, int R>
+    [[gnu::flatten]] void multiply_few(int64_t panel, int64_t row, int64_t n, float* out) {
+        configure(n, 0);
+        Vec totals[R][2];
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r) totals[r][0] = totals[r][1] = zero();
+        const int64_t block_bytes = g_.block_size / kQuad * kQuadBytes, last = g_.num_blocks - 1;
+        const uint8_t* codes = g_.codes + panel * g_.num_quads() * kQuadBytes;
+        codes_.template prepare<!kSpreads>(codes, inputs_of(0), 0);
+        for (int64_t b = 0; b <= last + 2; ++b, codes += block_bytes) {
+            if (b < last) codes_.template prepare<!kSpreads>(codes + block_bytes, inputs_of(b + 1), 1 - b % 2);
+            const Scales by = scales_of<kHasZeros>(panel, b > 1 ? b - 2 : 0);
+            const auto add_quarter = [&](auto quarter) __attribute__((always_inline)) {
+                constexpr int i = decltype(quarter)::value;
+                if (b > 1) add_rows<kHasZeros, R * i / 4, R * (i + 1) / 4>(by, b - 2, row, sums_[b % 2], totals);
+                flush();
+            };
+            if (b % 2 == 0) {
+                step_few<kEven>(b, row, codes, add_quarter);
+            } else {
+                step_few<kOdd>(b, row, codes, add_quarter);
+            }
+        }
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r, out += kPanel) {
+            store(out, totals[r][0]);
+            store(out + kTileRows, totals[r][1]);
+        }
+    }
+
+    // Multiplies block b and stores the sums of the one before, where there are such blocks. Calls meanwhile(i) for i
+    // from 0 to 3.
+    template <Which kWhich, class F>
+    [[gnu::always_inline]] void step_few(int64_t b, int64_t row, const uint8_t* codes, const F& meanwhile) {
+        constexpr Which kLast = kWhich == kEven ? kOdd : kEven;
+        if (b < g_.num_blocks) {
+            zero_sums<kWhich>();
+            auto in = rows_.tile(row, b * g_.block_size);
+            const int64_t stride = rows_.tile_stride();
+            Tiles tiles = codes_.tiles[b % 2];
+            for (; tiles.num > 1; --tiles.num, in = rows_.next_tile(in)) {
+                multiply_tiles<kWhich>(in, stride, tiles, [&](auto) { codes = prefetch_quarter(codes); });
+                codes = prefetch_quarter(prefetch_quarter(codes));
+            }
+            multiply_tiles<kWhich>(in, stride, tiles, [&](auto quarter) __attribute__((always_inline)) {
+                codes = prefetch_quarter(codes);
+                meanwhile(quarter);
+            });
+        } else {
+            meanwhile(std::integral_constant<int, 0>());
+            meanwhile(std::integral_constant<int, 1>());
+        }
+        const bool has_last = b > 0 && b <= g_.num_blocks;
+        codes = prefetch_quarter(codes);
+        meanwhile(std::integral_constant<int, 2>());
+        if (has_last) store_tile<kLast, 0>(sums_[1 - b % 2]);
+        codes = prefetch_quarter(codes);
+        meanwhile(std::integral_constant<int, 3>());
+        if (has_last) store_tile<kLast, 1>(sums_[1 - b % 2]);
+        flush();
+    }
+
+    template <bool kHasZeros>
+    [[gnu::flatten]] void multiply_many(int64_t panel, int64_t begin, int64_t end, float* totals) {
+        std::memset(totals, 0, (end - begin) * kPanel * sizeof(float));
+        const int64_t num_groups = ceil_div(end - begin, 2 * kRows), n = ceil_div(end - begin, num_groups);
+        const int64_t first = ceil_div(n, 2);  // rows in one tile; the others are in another
+        configure(first, n - first);
+        const int64_t block_bytes = g_.block_size / kQuad * kQuadBytes, lines = lines_of(num_groups);
+        const uint8_t* codes = g_.codes + panel * g_.num_quads() * kQuadBytes;
+        const auto add_group = [&](const Waiting& own) {
+            const Scales by = scales_of<kHasZeros>(panel, own.block);
+            const int32_t* sums = own.sums;
+            float* out = own.totals;
+            for (int64_t r = 0; r < own.num_rows; ++r, sums += kDigits * kTileRows, out += kPanel) {
+                if (r == first) sums = own.sums + 2 * kItems;
+                Vec both[1][2] = {{load(out), load(out + kTileRows)}};
+                add_rows<kHasZeros, 0, 1>(by, own.block, own.row + r, sums, both);
+                store(out, both[0][0]);
+                store(out + kTileRows, both[0][1]);
+            }
+        };
+        Waiting last{};  // no rows yet
+        int which = 0;
+        codes_.template prepare<true>(codes, inputs_of(0), 0);
+        for (int64_t b = 0; b < g_.num_blocks; ++b, codes += block_bytes) {
+            const uint8_t* ahead = codes + kFarBytes;
+            for (int64_t row = begin; row < end; row += n, which = 1 - which) {
+                const Waiting own{sums_[which], b, row, smaller(n, end - row), totals + (row - begin) * kPanel};
+                ahead = multiply_block(codes_.tiles[b % 2], row, b * g_.block_size, ahead, lines);
+                if (row == begin && b + 1 < g_.num_blocks) {
+                    codes_.template prepare<true>(codes + block_bytes, inputs_of(b + 1), (b + 1) % 2);
+                }
+                add_group(last);
+                store_tile<kAll, 0>(own.sums);
+                store_tile<kAll, 1>(own.sums);
+                store_tile<kAll, 2>(own.sums);
+                store_tile<kAll, 3>(own.sums);
+                flush();
+                last = own;
+            }
+        }
+        add_group(last);
+    }
+
+    // Of a block.
+    int64_t inputs_of(int64_t block) const {
+        return smaller(g_.block_size, g_.num_inputs - block * g_.block_size);
+    }
+
+    // Lines of memory that are prefetched at each of two places in the work on a tile. Other kinds are prefetched
+    // where they are unpacked.
+    int64_t lines_of(int64_t num_groups) const {
+        return Kind == Code::kInt8 ? ceil_div(codes_.tile_bytes / kTileBytes, num_groups) : 0;
+    }
+
     // Sums in tiles 0 to 3 (0, 1: the first rows), rows in 4 and 5, codes in 6 and 7.
-    void configure(int64_t num_rows) const {
+    void configure(int64_t first, int64_t second) {
+        if (first == first_rows_ && second == second_rows_) return;
+        first_rows_ = first;
+        second_rows_ = second;
         TileConfig config;
-        const uint8_t code_rows = static_cast<uint8_t>(tile_inputs_ / kRowInputs);
-        const uint8_t first = static_cast<uint8_t>(smaller(num_rows, kRows) * kDigits);
-        const bool two = num_rows > kRows;
-        const uint8_t second = two ? static_cast<uint8_t>((num_rows - kRows) * kDigits) : first;
-        for (int tile : {0, 1}) config.set(tile, first, kTileBytes);
-        for (int tile : {2, 3}) config.set(tile, second, kTileBytes);
-        config.set(4, first, code_rows * 4);
-        config.set(5, second, code_rows * 4);
+        const uint8_t code_rows = static_cast<uint8_t>(codes_.tile_inputs / kRowInputs);
+        const uint8_t own = static_cast<uint8_t>(first * kDigits);
+        const uint8_t other = second > 0 ? static_cast<uint8_t>(second * kDigits) : own;
+        for (int tile : {0, 1}) config.set(tile, own, kTileBytes);
+        for (int tile : {2, 3}) config.set(tile, other, kTileBytes);
+        config.set(4, own, code_rows * 4);
+        config.set(5, other, code_rows * 4);
         for (int tile : {6, 7}) config.set(tile, code_rows, kTileBytes);
         flush();
         _tile_loadconfig(&config);
@@ -145,78 +225,35 @@ private:
     // The compiler does not know that tiles are loaded from memory and stored there.
     static void flush() { asm volatile("" : : : "memory"); }
 
-    // Makes tiles number `which` of a block's codes.
-    void prepare(const uint8_t* codes, int64_t num_inputs, int which) {
-        const int64_t num_tiles = (num_inputs + tile_inputs_ - 1) >> tile_bits_;
-        Tiles& tiles = tiles_[which];
-        if (Kind == Code::kInt8 && num_inputs == num_tiles << tile_bits_) {
-            tiles = {codes, num_tiles, kQuadBytes, kTileBytes, tile_inputs_ / kQuad * kQuadBytes};
-            return;
-        }
-        uint8_t* out = buffers_[which];
-        const int64_t tile_bytes = tile_bytes_, num_quads = ceil_div(num_inputs, kQuad);
-        tiles = {out, num_tiles, kTileBytes, tile_bytes, 2 * tile_bytes};
-        const int64_t tile_quads = tile_inputs_ / kQuad;
-        const uint8_t* const end = codes + num_quads * kQuadBytes;
-        while (codes < end) {
-            const int64_t n = smaller(tile_quads, (end - codes) / kQuadBytes);
-            if (!kInDigits && n < tile_quads) std::memset(out, 0, 2 * tile_bytes);
-            uint8_t* own = out;
-#pragma GCC unroll 4
-            for (int64_t i = 0; i < n; ++i, codes += kQuadBytes, own += kQuad / kRowInputs * kTileBytes) {
-                prefetch_after<Kind>(codes);
-                unpack(codes, own, own + tile_bytes);
-            }
-            out += 2 * tile_bytes;
-        }
-    }
-
-    // A quad, to the next rows of two tiles. Four-bit codes become 16 times what they are after 8 is
-    // subtracted, which is signed.
-    static void unpack(const uint8_t* quad, uint8_t* first, uint8_t* second) {
-        if constexpr (Kind == Code::kInt8) {
-            _mm512_store_si512(first, _mm512_loadu_si512(quad));
-            _mm512_store_si512(second, _mm512_loadu_si512(quad + 64));
-        } else if constexpr (Kind == Code::kInt4) {
-            const __m512i pairs = _mm512_loadu_si512(quad);
-            const __m512i flipped = _mm512_set1_epi8(int8_t(0x80)), mask = _mm512_set1_epi8(int8_t(0xf0));
-            constexpr int kXorAnd = 0x28;  // (a ^ b) & c
-            const auto times_16 = [&](__m512i a) {
-                return _mm512_ternarylogic_epi32(a, flipped, mask, kXorAnd);
-            };
-            _mm512_store_si512(first, times_16(_mm512_slli_epi16(pairs, 4)));
-            _mm512_store_si512(second, times_16(pairs));
-        } else {
-            _mm512_store_si512(first, widened(quad));
-            _mm512_store_si512(first + 64, widened(quad + 32));
-            _mm512_store_si512(second, widened(quad + 64));
-            _mm512_store_si512(second + 64, widened(quad + 96));
-        }
-    }
-
-    // 2^-8 of float8, as bfloat16: the bits after the sign move by four and the exponent grows by 112. Numbers
-    // whose exponent is 0 are chosen from a table.
-    static __m512i widened(const uint8_t* codes) {
-        alignas(64) static constexpr uint16_t kSmall[32] = {0,      0x3700, 0x3780, 0x37c0,
-                                                            0x3800, 0x3820, 0x3840, 0x3860};
-        const __m512i words =
-            _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes)));
-        const __m512i shifted = _mm512_and_si512(_mm512_slli_epi16(words, 4), _mm512_set1_epi16(0x7f0));
-        const __m512i normal = _mm512_add_epi16(shifted, _mm512_set1_epi16(0x3800));
-        const __mmask32 is_small = _mm512_testn_epi16_mask(words, _mm512_set1_epi16(0x78));
-        const __m512i value =
-            _mm512_mask_permutexvar_epi16(normal, is_small, words, _mm512_load_si512(kSmall));
-        constexpr int kOrAnd = 0xf8;  // a | (b & c)
-        return _mm512_ternarylogic_epi32(value, words, _mm512_set1_epi16(int16_t(0x8000)), kOrAnd);
-    }
-
-    // A block's product with n rows. Returns what is prefetched next, from `ahead` on.
-    template <Which kWhich>
-    const uint8_t* multiply_block(const Tiles& tiles, int64_t row, int64_t first, const uint8_t* ahead,
-                                  int64_t lines) const {
+    // A block's product with many rows. Returns what is prefetched next, from `ahead` on.
+    const uint8_t* multiply_block(Tiles tiles, int64_t row, int64_t first, const uint8_t* ahead, int64_t lines) const {
         auto in = rows_.tile(row, first);
         const int64_t stride = rows_.tile_stride();
-        const uint8_t* codes = tiles.from;
+        zero_sums<kAll>();
+        for (; tiles.num > 0; --tiles.num, in = rows_.next_tile(in)) {
+            multiply_tiles<kAll>(in, stride, tiles, [](auto) {});
+            ahead = prefetch(ahead, lines);
+            _tile_loadd(5, reinterpret_cast<const char*>(in) + first_rows_ * kDigits * stride, stride);
+            add_dots<kAll, 2>();
+            add_dots<kAll, 3>();
+            ahead = prefetch(ahead, lines);
+        }
+        return ahead;
+    }
+
+    // Prefetches what comes after a quarter of the codes of two tiles. Returns the next quarter.
+    const uint8_t* prefetch_quarter(const uint8_t* codes) const {
+        const uint8_t* const end = codes + codes_.quarter_bytes;
+        if (!kSpreads) return end;
+        for (; codes < end; codes += kTileBytes) {
+            if (Kind == Code::kInt4) __builtin_prefetch(codes + kNearBytes, 0, 3);
+            __builtin_prefetch(codes + kFarBytes, 0, 2);
+        }
+        return end;
+    }
+
+    template <Which kWhich>
+    static void zero_sums() {
         if (kWhich != kOdd) {
             _tile_zero(0);
             _tile_zero(1);
@@ -226,21 +263,20 @@ private:
             _tile_zero(3);
         }
         flush();
-        for (int64_t i = 0; i < tiles.num; ++i, codes += tiles.step, in = rows_.next_tile(in)) {
-            _tile_loadd(4, in, stride);
-            _tile_loadd(6, codes, tiles.stride);
-            add_dots<kWhich, 0>();
-            _tile_loadd(7, codes + tiles.second, tiles.stride);
-            add_dots<kWhich, 1>();
-            ahead = prefetch(ahead, lines);
-            if (kWhich == kAll) {
-                _tile_loadd(5, reinterpret_cast<const char*>(in) + kTileRows * stride, stride);
-                add_dots<kWhich, 2>();
-                add_dots<kWhich, 3>();
-            }
-            ahead = prefetch(ahead, lines);
-        }
-        return ahead;
+    }
+
+    // The first rows and two tiles of codes; goes on to the next. Calls meanwhile(0) and meanwhile(1).
+    template <Which kWhich, class In, class F>
+    [[gnu::always_inline]] static void multiply_tiles(const In* in, int64_t stride, Tiles& tiles, const F& meanwhile) {
+        _tile_loadd(4, in, stride);
+        _tile_loadd(6, tiles.first, tiles.stride);
+        meanwhile(std::integral_constant<int, 0>());
+        add_dots<kWhich, 0>();
+        _tile_loadd(7, tiles.second, tiles.stride);
+        meanwhile(std::integral_constant<int, 1>());
+        add_dots<kWhich, 1>();
+        tiles.first += tiles.step;
+        tiles.second += tiles.step;
     }
 
     // Returns what follows.
@@ -250,18 +286,15 @@ private:
         return end;
     }
 
-    template <Which kWhich>
-    static void store_sums(int32_t* sums) {
-        if (kWhich != kOdd) {
-            _tile_stored(0, sums, kTileBytes);
-            _tile_stored(1, sums + kItems, kTileBytes);
-        }
-        if (kWhich == kAll) sums += 2 * kItems;
-        if (kWhich != kEven) {
-            _tile_stored(2, sums, kTileBytes);
-            _tile_stored(3, sums + kItems, kTileBytes);
-        }
-        flush();
+    // Tile i of the sums with the first rows (kAll: or the others, from 2 on).
+    template <Which kWhich, int i>
+    static void store_tile(int32_t* sums) {
+        constexpr int kTile = kWhich == kOdd ? i + 2 : i;
+        int32_t* const out = sums + i * kItems;
+        if (kTile == 0) _tile_stored(0, out, kTileBytes);
+        if (kTile == 1) _tile_stored(1, out, kTileBytes);
+        if (kTile == 2) _tile_stored(2, out, kTileBytes);
+        if (kTile == 3) _tile_stored(3, out, kTileBytes);
     }
 
     // Adds product `i`: the first rows with the first and the other codes, then the other rows. The operands of
@@ -276,67 +309,72 @@ private:
             if (kProduct == 3) _tile_dpbf16ps(3, 5, 7);
             if (kProduct == 4) _tile_dpbf16ps(2, 4, 6);
             if (kProduct == 5) _tile_dpbf16ps(3, 4, 7);
-        } else if constexpr (Kind == Code::kInt8) {
+        } else {
             if (kProduct == 0) _tile_dpbsud(0, 4, 6);
             if (kProduct == 1) _tile_dpbsud(1, 4, 7);
             if (kProduct == 2) _tile_dpbsud(2, 5, 6);
             if (kProduct == 3) _tile_dpbsud(3, 5, 7);
             if (kProduct == 4) _tile_dpbsud(2, 4, 6);
             if (kProduct == 5) _tile_dpbsud(3, 4, 7);
-        } else {
-            if (kProduct == 0) _tile_dpbssd(0, 4, 6);
-            if (kProduct == 1) _tile_dpbssd(1, 4, 7);
-            if (kProduct == 2) _tile_dpbssd(2, 5, 6);
-            if (kProduct == 3) _tile_dpbssd(3, 5, 7);
-            if (kProduct == 4) _tile_dpbssd(2, 4, 6);
-            if (kProduct == 5) _tile_dpbssd(3, 4, 7);
         }
     }
 
-    // Adds sums to the totals.
-    [[gnu::always_inline]] void add(int64_t panel, const Waiting& own) const {
-        const int64_t at = (panel * g_.num_groups + g_.group_of(own.block)) * kPanel;
+    // Products of a row's digits with 16 outputs and with the other 16, as integers.
+    struct Products {
+        __m512i first, second;
+
+        explicit Products(const int32_t* sums) : first(joined(sums)), second(joined(sums + kItems)) {
+            if constexpr (Kind == Code::kInt4) {
+                // Without the other codes, and as many times too large as those.
+                first = _mm512_slli_epi32(_mm512_sub_epi32(first, second), DigitRows::shift_of(Kind));
+            }
+        }
+        static __m512i joined(const int32_t* sums) {
+            const __m512i high = _mm512_load_si512(sums), low = _mm512_load_si512(sums + kTileRows);
+            return _mm512_add_epi32(_mm512_slli_epi32(high, 8), low);
+        }
+    };
+
+    // What sums of a block are multiplied with, and zero points, for both tiles.
+    struct Scales {
+        Vec scales[2], zeros[2];
+    };
+    template <bool kHasZeros>
+    [[gnu::always_inline]] Scales scales_of(int64_t panel, int64_t block) const {
+        const int64_t outputs = (panel * g_.num_groups + g_.group_of(block)) * kPanel;
+        Scales own;
         for (int v = 0; v < 2; ++v) {
-            const Vec scale = mul(g_.scale(at + v * kTileRows), set1(factor_of(Kind)));
-            const Vec zero_point = g_.zeros == nullptr ? zero() : g_.zero_point(at + v * kTileRows);
-            const int32_t* sums = own.sums + v * kItems;
-            float* totals = own.totals + v * kTileRows;
-            add_tile(own.block, own.row, smaller(own.num_rows, kRows), sums, scale, zero_point, totals);
-            if (own.num_rows > kRows) {
-                add_tile(own.block, own.row + kRows, own.num_rows - kRows, sums + 2 * kItems, scale,
-                         zero_point, totals + kRows * kPanel);
-            }
+            own.scales[v] = mul(g_.scale(outputs + v * kTileRows), set1(factor_of(Kind)));
+            own.zeros[v] = kHasZeros ? g_.zero_point(outputs + v * kTileRows) : zero();
         }
+        return own;
     }
 
-    // Those of one tile.
-    [[gnu::always_inline]] void add_tile(int64_t block, int64_t row, int64_t n, const int32_t* sums,
-                                         Vec scale, Vec zero_point, float* totals) const {
-        if constexpr (kInDigits) {
-            constexpr bool kFromMiddle = Kind == Code::kInt4;
-            if (g_.zeros != nullptr) {
-                rows_.template add_sums<true, kFromMiddle>(row, n, block, sums, scale, zero_point, totals);
-            } else if (kFromMiddle && g_.zero == DigitRows::kMiddle) {
-                rows_.template add_sums<false, false>(row, n, block, sums, scale, zero_point, totals);
+    // Adds a block's sums to the totals of rows [kBegin, kEnd) after `row`.
+    template <bool kHasZeros, int kBegin, int kEnd, int R>
+    [[gnu::always_inline]] void add_rows(const Scales& by, int64_t block, int64_t row, const int32_t* sums,
+                                         Vec (&totals)[R][2]) const {
+#pragma GCC unroll 8
+        for (int r = kBegin; r < kEnd; ++r) {
+            const int32_t* const of_row = sums + r * kDigits * kTileRows;
+            if constexpr (kInDigits) {
+                const Products own(of_row);
+                const int64_t at = (row + r) * g_.num_blocks + block;
+                totals[r][0] = rows_.template added<kHasZeros>(own.first, at, by.scales[0], by.zeros[0], totals[r][0]);
+                totals[r][1] = rows_.template added<kHasZeros>(own.second, at, by.scales[1], by.zeros[1], totals[r][1]);
             } else {
-                rows_.template add_sums<false, true>(row, n, block, sums, scale, zero_point, totals);
-            }
-        } else {
-#pragma GCC unroll 4
-            for (int64_t r = 0; r < n; ++r, sums += kTileRows, totals += kPanel) {
-                const Vec sum = load(reinterpret_cast<const float*>(sums));
-                store(totals, fma(sum, scale, load(totals)));
+                const float* own = reinterpret_cast<const float*>(of_row);
+                totals[r][0] = fma(load(own), by.scales[0], totals[r][0]);
+                totals[r][1] = fma(load(own + kItems), by.scales[1], totals[r][1]);
             }
         }
     }
 
     const CodedProduct& g_;
     const Rows& rows_;
-    To to_;
-    int64_t tile_inputs_, tile_bytes_, tile_bits_ = 0, configured_ = 0;
-    Tiles tiles_[2];
-    alignas(64) int32_t sums_[2][6 * kItems];  // as in tiles 0 to 3; at two places of a page
-    alignas(64) uint8_t buffers_[2][kMaxBlock / kRowInputs * 2 * kTileBytes];
+    CodeTiles<Kind> codes_;
+    int64_t first_rows_ = 0, second_rows_ = 0;
+    alignas(64) int32_t sums_[2][6 * kItems] = {};  // as in tiles 0 to 3; at two places of a page
 };
 
 }  // namespace lpx

@@ -19,10 +19,12 @@
 //   without VNNI.
 //
 // In all of them a row's result does not depend on the other rows.
+#include <optional>
+
 #include "activations.h"
-#include "best.h"
 #include "codes.h"
 #include "codes_digits.h"
+#include "codes_outputs.h"
 #include "codes_pairs.h"
 #include "codes_tiles.h"
 #include "kernels.h"
@@ -98,82 +100,14 @@ void add_rows(int64_t n, const CodedProduct& g, const Block<Kind>& block, const 
     rows.template add<R>(g, block, row, totals);
 }
 
-// Takes the sums of a panel, totals[end - row][32] for rows [row, end), and stores them.
-struct Outputs {
-    const CodedProduct& g;
-
-    void take(const float* totals, int64_t row, int64_t end, int64_t panel) const {
-        with_activation(g.dtype, [&](auto t) {
-            using T = decltype(t);
-            for (; row < end; ++row, totals += kPanel) {
-                for (int64_t i = panel * kPanel; i < smaller(panel * kPanel + kPanel, g.num_outputs);
-                     i += kLanes) {
-                    T* out = static_cast<T*>(g.y) + row * g.num_outputs + i;
-                    store_n(out, load(totals + i % kPanel), g.num_outputs - i);
-                }
-            }
-        });
-    }
-};
-
-// Takes them, too, and keeps only the best of a thread's panels, rounded as `Outputs` stores it.
-class BestOutputs {
-public:
-    BestOutputs(const CodedProduct& g, MergedBest& merged) : g_(g), merged_(merged) {
-        static_assert(sizeof(float) == sizeof(int32_t), "one buffer for both");
-        scores_ = scratch(1, 2 * g.num_rows);
-        outputs_ = reinterpret_cast<int32_t*>(scores_ + g.num_rows);
-        for (int64_t row = 0; row < g.num_rows; ++row) {
-            scores_[row] = -INFINITY;
-            outputs_[row] = 0;
-        }
-    }
-    ~BestOutputs() {
-        merged_.add(scores_, [&](int64_t row) { return int64_t{outputs_[row]}; });
-    }
-
-    void take(const float* totals, int64_t row, int64_t end, int64_t panel) {
-        with_activation(g_.dtype, [&](auto t) {
-            using T = decltype(t);
-            for (; row < end; ++row, totals += kPanel) {
-                alignas(64) float values[kPanel];
-                for (int64_t i = 0; i < kPanel; i += kLanes) store(values + i, rounded(load(totals + i), T()));
-                int any = 0;  // of these is not worse
-                for (int64_t i = 0; i < kPanel; ++i) any |= !(values[i] < scores_[row]);
-                if (any) choose(values, row, panel * kPanel);
-            }
-        });
-    }
-
-private:
-    void choose(const float* values, int64_t row, int64_t first) {
-        for (int64_t i = 0; i < smaller(kPanel, g_.num_outputs - first); ++i) {
-            if (is_better(values[i], first + i, scores_[row], outputs_[row])) {
-                scores_[row] = values[i];
-                outputs_[row] = static_cast<int32_t>(first + i);
-            }
-        }
-    }
-
-    const CodedProduct& g_;
-    MergedBest& merged_;
-    float* scores_;
-    int32_t* outputs_;
-};
-
 // Products of a block and as many rows as registers hold.
-template <Code Kind, class Rows, class To>
+template <Code Kind, class Rows>
 struct RegisterPanels {
     const CodedProduct& g;
     const Rows& rows;
-    To to;
 
-    template <class MakeTo>
-    RegisterPanels(const CodedProduct& product, const Rows& inputs, const MakeTo& make_to)
-        : g(product), rows(inputs), to(make_to()) {}
-
-    // The product of rows [begin, end) and a panel.
-    void multiply(int64_t panel, int64_t begin, int64_t end) {
+    // The product of rows [begin, end) and a panel: [end - begin][32], valid until the next one.
+    const float* multiply(int64_t panel, int64_t begin, int64_t end) {
         float* totals = scratch(0, (end - begin) * kPanel);
         std::memset(totals, 0, (end - begin) * kPanel * sizeof(float));
         Block<Kind> block;
@@ -186,29 +120,50 @@ struct RegisterPanels {
                 row += n;
             }
         }
-        to.take(totals, begin, end, panel);
+        return totals;
     }
 };
 
-// `Panels` is made of g, rows and make_to, which makes what takes the sums, by each thread.
-template <class Panels, class Rows, class MakeTo>
-void multiply_panels(const CodedProduct& g, const Rows& rows, const MakeTo& make_to) {
+// What a thread has of its own.
+template <class Panels, class Rows, class To>
+struct Own {
+    const Rows rows;
+    Panels panels;
+    To to;
+
+    template <class MakeTo>
+    Own(const CodedProduct& g, const Rows& own, const MakeTo& make_to) : rows(own), panels{g, rows}, to(make_to()) {}
+    Own(const Own&) = delete;
+};
+
+// How many rows each thread writes in the form that it multiplies. It takes longer to fetch them from another core.
+constexpr int64_t kOwnRows = 8;
+
+// Each thread makes `Panels` of g and rows, and what takes the sums. make_rows(is_alone) makes the rows.
+template <class Panels, class MakeRows, class MakeTo>
+void multiply_panels(const CodedProduct& g, const MakeRows& make_rows, const MakeTo& make_to) {
+    using Rows = decltype(make_rows(true));
+    const bool are_shared = g.num_rows > kOwnRows;
+    std::optional<Rows> shared;
+    if (are_shared) shared.emplace(make_rows(false));
     const int64_t num_panels = ceil_div(g.num_outputs, kPanel);
     const int64_t num_row_tasks = ceil_div(g.num_rows, kTaskRows);
-    const auto make = [&] { return Panels(g, rows, make_to); };
-    parallel_shares(ceil_div(num_panels, kTaskPanels) * num_row_tasks, make, [&](Panels& own, int64_t task) {
+    const auto make = [&] {
+        return Own<Panels, Rows, decltype(make_to())>(g, are_shared ? *shared : make_rows(true), make_to);
+    };
+    parallel_shares(ceil_div(num_panels, kTaskPanels) * num_row_tasks, make, [&](auto& own, int64_t task) {
         const int64_t first = task / num_row_tasks * kTaskPanels;
         const int64_t begin = task % num_row_tasks * kTaskRows;
         const int64_t end = smaller(begin + kTaskRows, g.num_rows);
         for (int64_t panel = first; panel < smaller(first + kTaskPanels, num_panels); ++panel) {
-            own.multiply(panel, begin, end);
+            own.to.take(own.panels.multiply(panel, begin, end), begin, end, panel);
         }
     });
 }
 
-template <Code Kind, class Rows, class MakeTo>
-void multiply(const CodedProduct& g, const Rows& rows, const MakeTo& make_to) {
-    multiply_panels<RegisterPanels<Kind, Rows, decltype(make_to())>>(g, rows, make_to);
+template <Code Kind, class MakeRows, class MakeTo>
+void multiply(const CodedProduct& g, const MakeRows& make_rows, const MakeTo& make_to) {
+    multiply_panels<RegisterPanels<Kind, decltype(make_rows(true))>>(g, make_rows, make_to);
 }
 
 template <Code Kind, class T, class MakeTo>
@@ -217,7 +172,7 @@ void multiply_wide(const CodedProduct& g, const T* x, int64_t ldx, const MakeTo&
     float* buffer = copies ? scratch(3, g.num_rows * g.num_inputs) : nullptr;
     const WideRows rows{widen(x, ldx, g.num_rows, g.num_inputs, buffer),
                         widened_stride(x, ldx, g.num_inputs)};
-    multiply<Kind>(g, rows, make_to);
+    multiply<Kind>(g, [&](bool) { return rows; }, make_to);
 }
 
 // Whether products of pairs, where they are fast, are preferred to products of digits: always, if there are
@@ -235,17 +190,19 @@ constexpr bool prefers_pairs([[maybe_unused]] Code kind) {
 
 // The fewest rows of digits that are multiplied in tiles. Fewer are multiplied in registers, with the same
 // bits.
-int64_t min_tile_rows(const CodedProduct& g) { return g.block_size < 64 ? 9 : 3; }
+constexpr int64_t kMinTileRows = 3;
 
 template <Code Kind, class MakeTo>
 void multiply_rows(const CodedProduct& g, const bf16* x, int64_t ldx, const MakeTo& make_to) {
     if constexpr (Kind != Code::kFloat8) {
-        if (g.num_rows < min_tile_rows(g)) {
-            return multiply<Kind>(g, DigitRows(g, Kind, x, ldx, false), make_to);
+        if (g.num_rows < kMinTileRows) {
+            const auto rows = [&](bool is_alone) { return DigitRows(g, Kind, x, ldx, false, is_alone); };
+            return multiply<Kind>(g, rows, make_to);
         }
     }
-    using Panels = TilePanels<Kind, decltype(make_to())>;
-    multiply_panels<Panels>(g, Panels::rows_of(g, x, ldx), make_to);
+    using Panels = TilePanels<Kind>;
+    const auto rows = [&](bool is_alone) { return Panels::rows_of(g, x, ldx, is_alone); };
+    multiply_panels<Panels>(g, rows, make_to);
 }
 
 #else
@@ -255,13 +212,20 @@ void multiply_rows(const CodedProduct& g, const bf16* x, int64_t ldx, const Make
 #if defined(LPX_HAS_PAIRS)
     if (uses_pairs() && prefers_pairs(Kind)) {
         if constexpr (Kind == Code::kInt4 && kLanes == 16) {
-            if (g.block_size >= 64) return multiply<Kind>(g, PairRows<Kind, 2>(g, x, ldx), make_to);
+            if (g.block_size >= 64) {
+                const auto rows = [&](bool is_alone) { return PairRows<Kind, 2>(g, x, ldx, is_alone); };
+                return multiply<Kind>(g, rows, make_to);
+            }
         }
-        return multiply<Kind>(g, PairRows<Kind, 1>(g, x, ldx), make_to);
+        const auto rows = [&](bool is_alone) { return PairRows<Kind, 1>(g, x, ldx, is_alone); };
+        return multiply<Kind>(g, rows, make_to);
     }
 #endif
 #if defined(__AVX512VNNI__)
-    if constexpr (Kind != Code::kFloat8) return multiply<Kind>(g, DigitRows(g, Kind, x, ldx, false), make_to);
+    if constexpr (Kind != Code::kFloat8) {
+        const auto rows = [&](bool is_alone) { return DigitRows(g, Kind, x, ldx, false, is_alone); };
+        return multiply<Kind>(g, rows, make_to);
+    }
 #endif
     multiply_wide<Kind>(g, x, ldx, make_to);
 }
@@ -336,6 +300,20 @@ LPX_EXPORT void lpx_linear_codes(const void* x, int64_t ldx, const void* packed,
     const CodedProduct g{static_cast<const uint8_t*>(packed), scales, scale_dtype, zeros, zero_dtype, zero,
                          y, dtype, num_rows, num_inputs, num_outputs, group_size, block_size};
     multiply_codes(g, kind, x, ldx, [&] { return Outputs{g}; });
+}
+
+// The product with a weight of gates and as many other outputs, packed in groups of 16 gates and the 16 outputs
+// that they multiply. y[num_rows, num_outputs / 2] = activation(gates) * others; if the operation is kCopy,
+// y[num_rows, num_outputs] = gates and others.
+LPX_EXPORT void lpx_gate_codes(int64_t operation, const void* x, int64_t ldx, const void* packed, int64_t kind,
+                               const void* scales, int64_t scale_dtype, const void* zeros,
+                               int64_t zero_dtype, int64_t zero, int64_t group_size, int64_t block_size,
+                               void* y, int64_t dtype, int64_t num_rows, int64_t num_inputs,
+                               int64_t num_outputs) {
+    using namespace lpx;
+    const CodedProduct g{static_cast<const uint8_t*>(packed), scales, scale_dtype, zeros, zero_dtype, zero,
+                         y, dtype, num_rows, num_inputs, num_outputs, group_size, block_size};
+    multiply_codes(g, kind, x, ldx, [&] { return GatedOutputs{g, operation}; });
 }
 
 // outputs[num_rows] = the index of each row's largest output, as `lpx_linear_codes` rounds it to `dtype`; the

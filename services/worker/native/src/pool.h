@@ -23,6 +23,13 @@ void parallel_for(int64_t num_tasks, const Body& body) {
               num_tasks);
 }
 
+// The same on the calling thread if it is alone, as within a task.
+template <class Body>
+void loop(int64_t num_tasks, bool is_alone, const Body& body) {
+    if (!is_alone) return parallel_for(num_tasks, body);
+    for (int64_t i = 0; i < num_tasks; ++i) body(i);
+}
+
 // Tasks [first, end) that are left of a thread's share. On a cache line of its own.
 class alignas(64) Share {
 public:
