@@ -24,11 +24,13 @@ from loraplex_services.worker.ops.attention.backend import AttentionMaker
 from loraplex_services.worker.ops.attention.cpu import NativeAttention
 from loraplex_services.worker.ops.linear.coded import CodedWeight
 from loraplex_services.worker.ops.linear.cpu import (
+    CodedGate,
     CodedLinear,
     GateLinear,
     PackedLinear,
     PlainLinear,
     TiledLinear,
+    are_joined,
     as_published,
     is_readable,
 )
@@ -75,7 +77,7 @@ class NativeOperators(Operators):
     def linear(self, weight: Tensor, activation: Activation | None = None) -> BaseLinear:
         """See Operators."""
         operation = operation_of(activation) if isinstance(activation, str) else None
-        if self._on_amx and operation in GateLinear.operations and GateLinear.fits(weight):
+        if self._on_amx and operation is not None and are_joined(len(weight), operation):
             return GateLinear(self.native, weight, operation)
         if self._in_tiles:
             return TiledLinear(self.native, weight)
@@ -91,12 +93,17 @@ class NativeOperators(Operators):
         """See Operators."""
         return is_readable(weight)
 
-    def coded_linear(self, weight: CodedWeight, dtype: torch.dtype) -> BaseLinear:
+    def coded_linear(
+        self, weight: CodedWeight, dtype: torch.dtype, activation: Activation | None = None
+    ) -> BaseLinear:
         """See Operators."""
         self.rows_at_once = 1
-        if is_readable(weight):
-            return CodedLinear(self.native, weight)
-        return super().coded_linear(weight, dtype)
+        if not is_readable(weight):
+            return super().coded_linear(weight, dtype, activation)
+        operation = operation_of(activation) if isinstance(activation, str) else None
+        if operation is not None and are_joined(weight.out_features, operation):
+            return CodedGate(self.native, weight, operation)
+        return CodedLinear(self.native, weight)
 
     def add_lora(self) -> AddLora:
         """See Operators."""

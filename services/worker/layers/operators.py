@@ -80,9 +80,11 @@ class Operators:
         """Whether products of experts can read the weight's codes."""
         return self.reads_codes(weight)
 
-    def coded_linear(self, weight: CodedWeight, dtype: torch.dtype) -> BaseLinear:
+    def coded_linear(
+        self, weight: CodedWeight, dtype: torch.dtype, activation: Activation | None = None
+    ) -> BaseLinear:
         """`linear` for a weight in codes, for inputs of a dtype."""
-        return self.linear(weight.dequantised().to(dtype))
+        return self.linear(weight.dequantised().to(dtype), activation)
 
     def add_lora(self) -> AddLora:
         """The low-rank update, and rows of weights that adapters replace."""

@@ -58,11 +58,13 @@ class TritonOperators(Operators):
         """False: products of all experts in one launch read plain weights."""
         return False
 
-    def coded_linear(self, weight: CodedWeight, dtype: torch.dtype) -> BaseLinear:
+    def coded_linear(
+        self, weight: CodedWeight, dtype: torch.dtype, activation: Activation | None = None
+    ) -> BaseLinear:
         """See Operators."""
         if is_readable(weight):
             return TritonCodedLinear(weight)
-        return super().coded_linear(weight, dtype)
+        return super().coded_linear(weight, dtype, activation)
 
     def norm(self, site_id: int, weight: NormWeight) -> Norm:
         """See Operators."""

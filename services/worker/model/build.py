@@ -225,7 +225,7 @@ class Builder:
         if not codes:
             return self.operators.linear(self.weight(modules, num_inputs, cut), activation)
         if len(codes) == len(found) and (stack := joined(codes)) is not None:
-            return self._coded_linear(stack, len(codes))
+            return self._coded_linear(stack, len(codes), activation)
         parts = [
             self.operators.linear(self.weights.take(name, (rows, num_inputs), own))
             if part is None
@@ -234,10 +234,12 @@ class Builder:
         ]
         return StackedLinear(parts)
 
-    def _coded_linear(self, weight: CodedWeight, num_modules: int = 1) -> BaseLinear:
+    def _coded_linear(
+        self, weight: CodedWeight, num_modules: int = 1, activation: Activation | None = None
+    ) -> BaseLinear:
         key = weight.scheme, self.operators.reads_codes(weight)
         self._codes[key] += num_modules
-        return self.operators.coded_linear(weight, self.weights.dtype)
+        return self.operators.coded_linear(weight, self.weights.dtype, activation)
 
     def _add_lora(self, cut: Cut, divides_both: bool) -> AddLora:
         if not divides_both:

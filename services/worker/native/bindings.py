@@ -131,15 +131,26 @@ class Native:
         self._multiply_codes("linear_codes", x, weight, y)
         return y
 
+    def gate_codes(self, operation: Operation, x: Tensor, weight: PackedCodes) -> Tensor:
+        """The product with a weight of gates and as many outputs that they multiply, in groups of
+        16 gates and their 16 outputs: fresh `[T, out / 2]`, act(gates) * outputs, both rounded as
+        `linear_codes` does. COPY returns `[T, out]`, all gates first."""
+        num_outputs = weight.out_features // (1 if operation is Operation.COPY else 2)
+        y = torch.empty(len(x), num_outputs, dtype=x.dtype)
+        self._multiply_codes("gate_codes", x, weight, y, operation)
+        return y
+
     def best_codes(self, x: Tensor, weight: PackedCodes) -> Tensor:
         """The index of each row's first largest output of `linear_codes`; fresh int64 `[T]`."""
         outputs = torch.empty(len(x), dtype=torch.int64)
         self._multiply_codes("best_codes", x, weight, outputs)
         return outputs
 
-    def _multiply_codes(self, kernel: str, x: Tensor, weight: PackedCodes, result: Tensor) -> None:
+    def _multiply_codes(
+        self, kernel: str, x: Tensor, weight: PackedCodes, result: Tensor, *operation: Operation
+    ) -> None:
         sizes = *x.shape, weight.out_features
-        self.call(kernel, x, row_stride(x), *weight.words, result, x.dtype, *sizes)
+        self.call(kernel, *operation, x, row_stride(x), *weight.words, result, x.dtype, *sizes)
 
     def add_lora(self, y: Tensor, x: Tensor, site_id: int, runs: Tensor) -> None:
         """See `ops/lora`. y `[T, out]` is mutated; `runs` as `records.pack_runs` makes them."""

@@ -25,6 +25,10 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "lpx_pack_codes": (None, (_P, _I, _I, _I, _P)),
     "lpx_linear_codes": (None, (_P, _I, _P, _I, _P, _I, _P, *(_I,) * 4, _P, _I, _I, _I, _I)),
     "lpx_best_codes": (None, (_P, _I, _P, _I, _P, _I, _P, *(_I,) * 4, _P, _I, _I, _I, _I)),
+    "lpx_gate_codes": (
+        None,
+        (_I, _P, _I, _P, _I, _P, _I, _P, *(_I,) * 4, _P, _I, _I, _I, _I),
+    ),
     "lpx_tile_items": (_I, (_I, _I)),
     "lpx_prefers_tiles": (_I, ()),
     "lpx_choose_pairs": (_I, (_I,)),

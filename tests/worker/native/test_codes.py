@@ -5,8 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from loraplex_services.worker.layers.native_operators import NativeOperators
+from loraplex_services.worker.native.elementwise import Operation
 from loraplex_services.worker.ops.linear.coded import INTEGERS, CodedWeight
-from loraplex_services.worker.ops.linear.cpu import CodedLinear, is_readable
+from loraplex_services.worker.ops.linear.cpu import GATES, CodedGate, CodedLinear, is_readable
 from loraplex_services.worker.ops.linear.reference import linear
 from tests.worker.native.code_weights import FLOATS, rows_between_nans, weight_in_codes
 from tests.worker.native.isas import ISAS, PAIRED, native_choosing
@@ -95,6 +97,41 @@ def test_the_best_output_is_the_first_of_the_largest(compiled, kind, dtype):
         for num_rows in (1, 2, 9, 200):
             logits = packed.apply(x[:num_rows]).float()
             assert packed.best(x[:num_rows]).tolist() == logits.numpy().argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("operation", sorted(GATES))
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_joined_gates_have_the_bits_of_separate_ones(compiled, kind, operation, dtype):
+    code, group_size, has_zeros = kind
+    weight = weight_in_codes((96, 200), code, group_size, has_zeros=has_zeros)
+    packed, joined = CodedLinear(compiled, weight), CodedGate(compiled, weight, operation)
+    for num_rows in (1, 3, 8, 9, 100):
+        x = rows_between_nans(num_rows, 200, dtype) / 100
+        expected = packed.apply(x)
+        assert joined.apply(x).equal(expected), num_rows
+        gates, others = expected.chunk(2, dim=1)
+        assert joined.gated(x).equal(compiled.elementwise(operation, gates, others)), num_rows
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_rows_of_gates_come_back_in_the_order_of_the_weight(compiled, kind):
+    code, group_size, has_zeros = kind
+    weight = weight_in_codes((192, 45), code, group_size, has_zeros=has_zeros)
+    joined, complete = CodedGate(compiled, weight, Operation.SILU), weight.dequantised()
+    for begin, end in ((0, 192), (5, 6), (7, 7), (90, 101), (96, 192), (100, 171)):
+        assert joined.weight_rows(begin, end).equal(complete[begin:end])
+
+
+@pytest.mark.parametrize(
+    ("activation", "num_outputs", "made"),
+    [("silu", 64, CodedGate), ("relu", 64, CodedLinear), ("silu", 48, CodedLinear)],
+)
+def test_gates_that_no_kernel_joins_stay_two_operators(compiled, activation, num_outputs, made):
+    weight = weight_in_codes((num_outputs, 32), "int8", 32)
+    operators = NativeOperators(compiled, torch.bfloat16)
+    assert type(operators.coded_linear(weight, torch.bfloat16, activation)) is made
+    assert type(operators.coded_linear(weight, torch.bfloat16)) is CodedLinear
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)

@@ -6,7 +6,7 @@ import torch
 from loraplex_services.worker.layers.native_operators import NativeOperators
 from loraplex_services.worker.native.elementwise import Operation
 from loraplex_services.worker.native.isa import AMX, host_isas
-from loraplex_services.worker.ops.linear.cpu import GateLinear, PlainLinear
+from loraplex_services.worker.ops.linear.cpu import GATES, GateLinear, PlainLinear
 from tests.worker.native.isas import native
 
 INF = float("inf")
@@ -80,7 +80,7 @@ def test_the_first_is_the_best_where_nothing_is_above_minus_infinity(amx):
     assert PlainLinear(amx, torch.full((50, 32), -INF).bfloat16()).best(x).tolist() == [0, 0]
 
 
-@pytest.mark.parametrize("operation", sorted(GateLinear.operations))
+@pytest.mark.parametrize("operation", sorted(GATES))
 @pytest.mark.parametrize("num_rows", [1, 3, 16, 32, 33, 300])
 @pytest.mark.parametrize("shape", [(32, 1), (96, 100), (192, 1056)], ids=str)
 def test_joined_gates_have_the_bits_of_separate_ones(amx, shape, num_rows, operation):

@@ -19,6 +19,11 @@ LPX_EXPORT void lpx_linear_codes(const void* x, int64_t ldx, const void* packed,
                                  int64_t zero_dtype, int64_t zero, int64_t group_size,
                                  int64_t block_size, void* y, int64_t dtype, int64_t num_rows,
                                  int64_t num_inputs, int64_t num_outputs);
+LPX_EXPORT void lpx_gate_codes(int64_t operation, const void* x, int64_t ldx, const void* packed, int64_t kind,
+                               const void* scales, int64_t scale_dtype, const void* zeros,
+                               int64_t zero_dtype, int64_t zero, int64_t group_size, int64_t block_size,
+                               void* y, int64_t dtype, int64_t num_rows, int64_t num_inputs,
+                               int64_t num_outputs);
 // gemm_tiles.cpp
 LPX_EXPORT int64_t lpx_tile_items(int64_t num_outputs, int64_t num_inputs);
 LPX_EXPORT void lpx_pack_tiles(const void* weight, int64_t num_outputs, int64_t num_inputs,

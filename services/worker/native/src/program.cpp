@@ -48,6 +48,7 @@ constexpr Kernel describe(const char* name) {
 constexpr Kernel kKernels[] = {
     describe<lpx_linear>("lpx_linear"),
     describe<lpx_linear_codes>("lpx_linear_codes"),
+    describe<lpx_gate_codes>("lpx_gate_codes"),
     describe<lpx_linear_tiles>("lpx_linear_tiles"),
     describe<lpx_linear_gates>("lpx_linear_gates"),
     describe<lpx_add_lora>("lpx_add_lora"),

@@ -76,6 +76,12 @@ class CodedWeight:
             self, codes=cut(self.codes), scales=cut(self.scales), zeros=zeros, published=None
         )
 
+    def rows(self, numbers: Tensor) -> CodedWeight:
+        """The rows of these numbers, int64 `[n]`."""
+        zeros = None if self.zeros is None else self.zeros[numbers]
+        codes, scales = self.codes[numbers], self.scales[numbers]
+        return replace(self, codes=codes, scales=scales, zeros=zeros, published=None)
+
     def inputs(self, begin: int, end: int) -> CodedWeight:
         """Some columns. If they divide groups, or are not in order, each has a scale of its own,
         which no kernel reads."""

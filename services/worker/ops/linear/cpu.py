@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -86,25 +89,44 @@ class TiledLinear(BaseLinear):
         return self._native.unpack_tile_rows(self._packed, self.in_features, begin, end).float()
 
 
+GATES = frozenset({Operation.SILU, Operation.GELU_TANH})
+"""Activations that kernels can apply to gates."""
+
+
+def are_joined(num_outputs: int, operation: Operation | None) -> bool:
+    """Whether a kernel can multiply gates and other outputs, `num_outputs` in all: the gates fill
+    whole groups of 16."""
+    return operation in GATES and num_outputs % (2 * TILE_ROWS) == 0
+
+
+def _places_of_gates(num_outputs: int) -> Tensor:
+    """int64 `[num_outputs]`: where each of the gates and of the outputs that they multiply is
+    packed, in groups of 16 gates and their 16 outputs."""
+    return torch.arange(num_outputs).view(-1, 2, TILE_ROWS).transpose(0, 1).flatten()
+
+
+def _rows_of_gates(
+    unpack: Callable[[int, int], Tensor], num_outputs: int, begin: int, end: int
+) -> Tensor:
+    """Rows [begin, end) of a weight of gates, float32. `unpack` gives packed rows."""
+    if begin == end:
+        return unpack(0, 1)[:0].float()
+    places = _places_of_gates(num_outputs)[begin:end]
+    first, last = int(places.min()), int(places.max())
+    return unpack(first, last + 1)[places - first].float()
+
+
 class GateLinear(BaseLinear):
     """Gates and as many outputs that they multiply, `[2 * width, in]`, packed in tiles of 16 gates
     and their 16 outputs, so that one pass makes the products of both."""
 
-    operations = frozenset({Operation.SILU, Operation.GELU_TANH})
-    """Activations that the kernel can apply to the gates."""
-
     def __init__(self, native: Native, weight: Tensor, operation: Operation) -> None:
-        assert self.fits(weight) and operation in self.operations, (weight.shape, operation)
+        assert are_joined(len(weight), operation), (weight.shape, operation)
         self.out_features, self.in_features = weight.shape
         self._native = native
         self._operation = operation
         groups = weight.view(2, -1, TILE_ROWS, self.in_features).transpose(0, 1)
         self._packed = native.pack_tiles(groups.reshape(weight.shape))
-
-    @staticmethod
-    def fits(weight: Tensor) -> bool:
-        """Whether the gates fill whole tiles."""
-        return len(weight) % (2 * TILE_ROWS) == 0
 
     def apply(self, x: Tensor) -> Tensor:
         """`[T, in]` -> `[T, 2 * width]`, all gates first."""
@@ -122,14 +144,8 @@ class GateLinear(BaseLinear):
 
     def weight_rows(self, begin: int, end: int) -> Tensor:
         """Rows [begin, end), float32."""
-        if begin == end:
-            return torch.empty(0, self.in_features)
-        numbers, width = torch.arange(begin, end), self.out_features // 2
-        half, number = numbers // width, numbers % width
-        places = (number // TILE_ROWS * 2 + half) * TILE_ROWS + number % TILE_ROWS
-        first, last = int(places.min()), int(places.max())
-        rows = self._native.unpack_tile_rows(self._packed, self.in_features, first, last + 1)
-        return rows[places - first].float()
+        unpack = partial(self._native.unpack_tile_rows, self._packed, self.in_features)
+        return _rows_of_gates(unpack, self.out_features, begin, end)
 
 
 class PlainLinear(BaseLinear):
@@ -225,6 +241,10 @@ class CodedLinear(BaseLinear):
         """`[T, in]` -> `[T, out]`."""
         return self._native.linear_codes(self._ordered(x), self._weight)
 
+    def apply_gates(self, operation: Operation, x: Tensor) -> Tensor:
+        """See `Native.gate_codes`."""
+        return self._native.gate_codes(operation, self._ordered(x), self._weight)
+
     def best(self, x: Tensor) -> Tensor:
         """See `ChoosesBest`."""
         return self._native.best_codes(self._ordered(x), self._weight)
@@ -245,6 +265,29 @@ class CodedLinear(BaseLinear):
         scales = _out_of_panels(own.scales[first:last])
         rows = scaled(values, zeros, scales, own.group_size, self._order)
         return rows[begin - first * PANEL : end - first * PANEL]
+
+
+class CodedGate(BaseLinear):
+    """Gates and as many outputs that they multiply, `[2 * width, in]`, which stay in codes."""
+
+    def __init__(self, native: Native, weight: CodedWeight, operation: Operation) -> None:
+        assert are_joined(weight.out_features, operation), (weight.out_features, operation)
+        self.out_features, self.in_features = weight.out_features, weight.in_features
+        order = _places_of_gates(self.out_features).argsort()
+        self._packed = CodedLinear(native, weight.rows(order))
+        self._operation = operation
+
+    def apply(self, x: Tensor) -> Tensor:
+        """`[T, in]` -> `[T, 2 * width]`, all gates first."""
+        return self._packed.apply_gates(Operation.COPY, x)
+
+    def gated(self, x: Tensor) -> Tensor:
+        """See `JoinedGate`."""
+        return self._packed.apply_gates(self._operation, x)
+
+    def weight_rows(self, begin: int, end: int) -> Tensor:
+        """Rows [begin, end), float32."""
+        return _rows_of_gates(self._packed.weight_rows, self.out_features, begin, end)
 
 
 def _block_size(weight: CodedWeight) -> int | None:
