@@ -34,6 +34,8 @@ _ORIGINAL = "original_max_position_embeddings"
 _PARTIAL = "partial_rotary_factor"
 _WITH_ORIGINAL = ("llama3", "yarn", "longrope")
 _NO_NUMBERS = frozenset({"short_factor", "long_factor", "truncate"})
+_FALSY_IF_ZERO = frozenset({"beta_fast", "beta_slow", "mscale", "mscale_all_dim"})
+"""Keys of YaRN whose 0 means that they are absent, as in transformers."""
 _SPELLINGS = frozenset({"type", "rope_type", "rope_theta", _PARTIAL})
 
 
@@ -118,6 +120,7 @@ def rope_from_params(
     for key in _REQUIRED[kind]:
         if params.get(key) is None:
             raise reader.refuse(f"rope_parameters.{key}", None, f"is required by {kind}")
+    params = {k: v for k, v in params.items() if not (v == 0 and k in _FALSY_IF_ZERO)}
     kept = {k: v for k, v in params.items() if k not in _SPELLINGS and v is not None}
     if kind != "default":
         for key, value in kept.items():

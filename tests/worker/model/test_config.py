@@ -217,6 +217,14 @@ def test_a_scaling_that_is_added_to_a_new_file_goes_first_as_in_transformers(
     assert config.ropes[-1].theta == params["rope_theta"]
 
 
+def test_a_zero_among_the_optional_numbers_of_yarn_counts_as_absent(tmp_path):
+    yarn = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64}
+    zeros = {"mscale": 0.7, "mscale_all_dim": 0, "beta_fast": 0}
+    _, absent = read_model_config(write(tmp_path, rope_parameters={**yarn, "mscale": 0.7}))
+    _, zero = read_model_config(write(tmp_path, rope_parameters={**yarn, **zeros}))
+    assert zero.ropes == absent.ropes
+
+
 def test_rope_parameters_that_are_no_object_are_refused_by_name(tmp_path):
     with pytest.raises(Unsupported) as error:
         read_model_config(write(tmp_path, rope_parameters="linear"))
