@@ -7,6 +7,7 @@ are not recorded give the same results, more slowly.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
@@ -31,6 +32,9 @@ Shape = tuple[int, bool]
 
 MAX_ROWS = 64
 """Rows of a step up to which Python takes a share of it that is worth saving."""
+STEPS_ON_LARGER = 8
+"""Steps of a size that run as a larger program before one is recorded. Together, the rows that they
+compute in vain cost no more than recording."""
 TILE_ROWS, FEW_ROWS = 16, 4
 """Steps with prompts are filled up to a multiple of 16 rows on AMX, which multiplies as many in the
 time of one, and of 4 elsewhere."""
@@ -65,8 +69,8 @@ class DecodePrograms:
         self._inputs = _Inputs(self._memory.max_rows)
         self._programs: dict[Shape, tuple[Program, RoutingNotes]] = {}
         """Each with the experts that a run leaves."""
-        self._seen: set[Shape] = set()
-        """Shapes of steps with prompts that were computed in Python."""
+        self._steps: Counter[Shape] = Counter()
+        """Steps of each shape that were not recorded."""
         self._uses_torch: set[bool] = set()
         """Whether steps with adapters, and those without, cannot be recorded."""
 
@@ -76,9 +80,13 @@ class DecodePrograms:
         shape = self._filled(len(x), batch, has_prompts), bool(batch.lora.runs)
         if shape[1] in self._uses_torch or not self._can_record(shape, batch, has_prompts):
             return self._compute(x, rotations, batch)
+        if shape not in self._programs:
+            self._steps[shape] += 1
+            larger = self._larger(shape, batch)
+            if larger is None and has_prompts and self._steps[shape] == 1:
+                return self._compute(x, rotations, batch)  # many of these shapes come once
+            shape = larger or shape
         recorded = self._programs.get(shape)
-        if recorded is None and has_prompts and self._is_first(shape):
-            return self._compute(x, rotations, batch)
         self._inputs.write(shape[0], x, rotations, batch)
         if recorded is None:
             return self._record(shape, rotations, batch)[: len(x)]
@@ -102,12 +110,17 @@ class DecodePrograms:
     def _may_fill(self, batch: ForwardBatch) -> bool:
         return self._is_dense and batch.states is None
 
-    def _is_first(self, shape: Shape) -> bool:
-        """Whether a shape with prompts was not seen before. Mutates: what was seen. To record takes
-        longer than a step, and many of these shapes come once."""
-        is_first = shape not in self._seen
-        self._seen.add(shape)
-        return is_first
+    def _larger(self, shape: Shape, batch: ForwardBatch) -> Shape | None:
+        """The smallest program that a step of `shape`, which has none, runs as for now, with up to
+        twice as many rows. None = there is none, or it is time to record."""
+        if self._rows_at_once == 1 or not self._may_fill(batch):
+            return None
+        if self._steps[shape] > STEPS_ON_LARGER:
+            return None
+        rows, has_adapters = shape
+        sizes = (own for own, adapters in self._programs if adapters == has_adapters)
+        larger = min((own for own in sizes if rows < own <= 2 * rows), default=None)
+        return None if larger is None else (larger, has_adapters)
 
     def _can_record(self, shape: Shape, batch: ForwardBatch, has_prompts: bool) -> bool:
         """Whether programs have all the inputs."""

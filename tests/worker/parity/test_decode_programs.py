@@ -96,7 +96,7 @@ def test_a_program_gives_the_bits_of_the_layers_in_python(base_name, dtype, tmp_
     features = [name for name in (*FEATURES, *EXPERT_FEATURES) if name in applying]
     drive(runner, base, tmp_path, features)
     assert not compared.programs._uses_torch
-    assert len(num_runs) > 4
+    assert len(num_runs) > 2
     assert sum(num_runs.values()) > sum(compared.sizes.values()) / 5
 
 
@@ -137,11 +137,11 @@ def test_decode_steps_of_similar_sizes_share_a_program_on_amx(quantization, tmp_
     settings = {"arena_bytes": 64 << 20, "dtype": "bfloat16", "quantization": quantization}
     driver = Driver(runner := parity_runner(base.folder, **settings))
     programs = Compared(runner._model).programs
-    for count in (9, 10, 12, 11):
+    for count in (9, 10, 12, 11, 7):
         driver.run([Job(greedy(f"{count}-{i}", [5, 6 + i], 3)) for i in range(count)])
-    sizes = {rows for rows, _ in programs._programs if rows <= 12}
+    sizes = {rows for rows, _ in programs._programs if 7 <= rows <= 12}
     fills = programs._native.isa == AMX and quantization == "none"
-    assert sizes == ({12} if fills else {9, 10, 11, 12})
+    assert sizes == ({12} if fills else {7, 9, 10, 11, 12})
 
 
 def test_prompts_of_bases_with_experts_stay_in_python(tmp_path, num_runs):
