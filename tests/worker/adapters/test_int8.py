@@ -1,7 +1,5 @@
 """Adapters kept as integers: what is served is exactly the rounded adapter, on every path."""
 
-import random
-
 import numpy as np
 import pytest
 import torch
@@ -12,7 +10,7 @@ from loraplex_services.worker.runner.building import build_runner
 from tests.worker.loading import adapter_blocks
 from tests.worker.parity.adapters import make_adapter
 from tests.worker.parity.bases import make_base
-from tests.worker.parity.driving import Driver, Job, greedy
+from tests.worker.parity.driving import Driver, prompt_logprobs
 
 
 @pytest.fixture(scope="module")
@@ -44,22 +42,14 @@ def driver_of(base, folder, **settings):
     return driver
 
 
-def logprobs(driver):
-    rng = random.Random(3)
-    prompts = [[rng.randrange(300) for _ in range(20)] for _ in range(4)]
-    jobs = [
-        Job(greedy(str(i), p, 4, prompt_logprobs=0), ((0, 1.0),)) for i, p in enumerate(prompts)
-    ]
-    driver.run(jobs)
-    return [e.logprob for job in jobs for row in job.samples for e in row.prompt_logprobs]
-
-
 @pytest.mark.parametrize("cpu_isa", ["auto", "torch"])
 def test_what_is_served_is_the_rounded_adapter_in_a_quarter_of_float32s_bytes(folders, cpu_isa):
     base, published, left_after_rounding = folders
     integers = driver_of(base, published, cpu_isa=cpu_isa, lora_dtype="int8")
     floats = driver_of(base, left_after_rounding, cpu_isa=cpu_isa)
-    torch.testing.assert_close(logprobs(integers), logprobs(floats), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        prompt_logprobs(integers), prompt_logprobs(floats), rtol=1e-4, atol=1e-4
+    )
     table = integers.runner._adapters.table.values()
     assert {tile.data.dtype for d in table for tile in (*d.a, *d.b)} == {torch.int8}
     blocks = [adapter_blocks(driver.runner, published) for driver in (integers, floats)]

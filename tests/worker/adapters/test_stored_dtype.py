@@ -11,7 +11,7 @@ from loraplex_services.worker.runner.building import build_runner
 from tests.worker.loading import adapter_blocks
 from tests.worker.parity.adapters import make_adapter
 from tests.worker.parity.bases import make_base
-from tests.worker.parity.driving import Driver, Job, greedy
+from tests.worker.parity.driving import Driver, Job, greedy, prompt_logprobs
 
 
 @pytest.fixture(scope="module")
@@ -59,16 +59,6 @@ TORCH = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 NAMES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
 
-def logprobs(driver):
-    rng = random.Random(3)
-    prompts = [[rng.randrange(300) for _ in range(20)] for _ in range(4)]
-    jobs = [
-        Job(greedy(str(i), p, 4, prompt_logprobs=0), ((0, 1.0),)) for i, p in enumerate(prompts)
-    ]
-    driver.run(jobs)
-    return [e.logprob for job in jobs for row in job.samples for e in row.prompt_logprobs]
-
-
 @pytest.mark.parametrize("cpu_isa", ["auto", "torch"])
 @pytest.mark.parametrize("lora_dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -88,7 +78,7 @@ def test_a_chosen_dtype_is_that_of_every_matrix(base, tmp_path, cpu_isa, lora_dt
         table = driver.runner._adapters.table.values()
         expected = TORCH[NAMES[kept]]
         assert {tile.data.dtype for d in table for tile in (*d.a, *d.b)} == {expected}
-        found.append((logprobs(driver), adapter_blocks(driver.runner, folder)))
+        found.append((prompt_logprobs(driver), adapter_blocks(driver.runner, folder)))
     tolerance = 1e-3 if dtype == "float32" else 0.1  # bfloat16 rounds sums of another order
     torch.testing.assert_close(found[0][0], found[1][0], rtol=tolerance, atol=tolerance)
     if stored is not torch.float32:

@@ -305,6 +305,15 @@ def make_adapter(base: TinyBase, feature: str, folder: Path, *, seed: int = 0) -
     return folder
 
 
+def adapter_on(base: TinyBase, folder: Path, **fields: object) -> Path:
+    """A random adapter on a base, with these fields of its config."""
+    config = peft.LoraConfig(task_type="CAUSAL_LM", **fields)
+    model = peft.get_peft_model(copy.deepcopy(base.model), config)
+    draw(model, torch.Generator().manual_seed(0))
+    model.save_pretrained(folder)
+    return folder
+
+
 def resized(
     base: TinyBase, feature: str, generator: torch.Generator | None = None
 ) -> transformers.PreTrainedModel:

@@ -16,6 +16,13 @@ COMMON = {
     "pad_token_id": 308,
 }
 
+QWEN_VISION = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "depth": 1,
+    "num_heads": 2,
+    "out_hidden_size": 64,
+}
 VISION = {
     "hidden_size": 32,
     "intermediate_size": 48,

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 import transformers
 
-from tests.worker.parity.base_fields import COMMON, LLAMA4, LLAMA4_MULTIMODAL, VISION
+from tests.worker.parity.base_fields import COMMON, LLAMA4, LLAMA4_MULTIMODAL, QWEN_VISION, VISION
 from tests.worker.parity.gemma4_bases import GEMMA4_BASES
 
 
@@ -123,13 +123,7 @@ BASES: dict[str, tuple[str, dict[str, object]]] = {
                 "layer_types": [*EVERY_SECOND["layer_types"], "full_attention"],
                 "tie_word_embeddings": True,
             },
-            "vision_config": {
-                "hidden_size": 32,
-                "intermediate_size": 48,
-                "depth": 1,
-                "num_heads": 2,
-                "out_hidden_size": 64,
-            },
+            "vision_config": QWEN_VISION,
             "tie_word_embeddings": True,
         },
     ),
@@ -137,13 +131,7 @@ BASES: dict[str, tuple[str, dict[str, object]]] = {
         "Qwen3_5MoeConfig",
         {
             "text_config": {**COMMON, **DELTA_NETS, **OF_IMAGES, **QWEN_EXPERTS, **EVERY_SECOND},
-            "vision_config": {
-                "hidden_size": 32,
-                "intermediate_size": 48,
-                "depth": 1,
-                "num_heads": 2,
-                "out_hidden_size": 64,
-            },
+            "vision_config": QWEN_VISION,
         },
     ),
     "qwen3-next": (
@@ -244,14 +232,7 @@ BASES: dict[str, tuple[str, dict[str, object]]] = {
                     "mrope_interleaved": True,
                 },
             },
-            "vision_config": {
-                "hidden_size": 32,
-                "intermediate_size": 48,
-                "depth": 1,
-                "num_heads": 2,
-                "out_hidden_size": 64,
-                "deepstack_visual_indexes": [0],
-            },
+            "vision_config": {**QWEN_VISION, "deepstack_visual_indexes": [0]},
             "tie_word_embeddings": False,
         },
     ),

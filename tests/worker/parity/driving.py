@@ -173,3 +173,14 @@ def _done(job: Job) -> bool:
     if job.request.pooling:
         return job.request.num_computed == job.request.num_tokens
     return len(job.request.output_ids) >= job.request.sampling.max_tokens
+
+
+def prompt_logprobs(driver: Driver) -> list[float]:
+    """Of random prompts, with the adapter of slot 0."""
+    rng = random.Random(3)
+    prompts = [[rng.randrange(300) for _ in range(20)] for _ in range(4)]
+    jobs = [
+        Job(greedy(str(i), p, 4, prompt_logprobs=0), ((0, 1.0),)) for i, p in enumerate(prompts)
+    ]
+    driver.run(jobs)
+    return [e.logprob for job in jobs for row in job.samples for e in row.prompt_logprobs]

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import logging
 import random
 from pathlib import Path
 
-import peft
 import pytest
 import torch
 import transformers
@@ -20,7 +18,7 @@ from loraplex_services.worker.layers.operators import Operators
 from loraplex_services.worker.model.dummy_weights import DummyWeights
 from loraplex_services.worker.model.families import read_model_config
 from loraplex_services.worker.runner.parallel.group import check_group
-from tests.worker.parity.adapters import draw, make_adapter
+from tests.worker.parity.adapters import adapter_on, make_adapter
 from tests.worker.parity.base_fields import COMMON
 from tests.worker.parity.bases import TinyBase, make_base
 from tests.worker.parity.driving import Driver, Job, greedy
@@ -212,14 +210,6 @@ def test_ranks_that_would_divide_the_heads_of_one_kind_of_layer_are_refused(
     folder = changed_config(base, tmp_path / "base", change)
     with pytest.raises(Unsupported, match=r"config\.json:num_key_value_heads"):
         check_group(folder, "auto", torch.device("cpu"), 2, 2)
-
-
-def adapter_on(base: TinyBase, folder: Path, **fields: object) -> Path:
-    config = peft.LoraConfig(task_type="CAUSAL_LM", **fields)
-    model = peft.get_peft_model(copy.deepcopy(base.model), config)
-    draw(model, torch.Generator().manual_seed(0))
-    model.save_pretrained(folder)
-    return folder
 
 
 def refused(stage: Stage, folder: Path, reason: str) -> None:

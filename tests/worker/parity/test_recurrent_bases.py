@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import logging
 import re
 from pathlib import Path
 
-import peft
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -17,7 +15,7 @@ from loraplex.adapter_format.geometry import geometry_from_folder
 from loraplex.errors import InvalidAdapter, LoraplexError, Unsupported
 from loraplex_services.worker.model.families import read_model_config
 from loraplex_services.worker.runner.parallel.group import check_group
-from tests.worker.parity.adapters import draw, make_adapter
+from tests.worker.parity.adapters import adapter_on, make_adapter
 from tests.worker.parity.bases import BASES, DELTA_NETS, TinyBase, make_base
 from tests.worker.parity.driving import Driver, Job, greedy
 from tests.worker.parity.near_tie import Verdict
@@ -115,14 +113,6 @@ def test_a_base_with_as_many_key_heads_as_value_heads_equals_peft(
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> TinyBase:
     return make_base("qwen3.5", tmp_path_factory.mktemp("base"))
-
-
-def adapter_on(base: TinyBase, folder: Path, **fields: object) -> Path:
-    config = peft.LoraConfig(task_type="CAUSAL_LM", **fields)
-    model = peft.get_peft_model(copy.deepcopy(base.model), config)
-    draw(model, torch.Generator().manual_seed(0))
-    model.save_pretrained(folder)
-    return folder
 
 
 @pytest.mark.filterwarnings("ignore")
