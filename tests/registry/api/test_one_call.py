@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import pytest
 
@@ -63,7 +62,7 @@ async def test_it_becomes_the_same_version_as_in_parts_and_leaves_no_upload(
 
 
 async def test_blobs_wait_for_the_disk_only_for_versions_that_are_not_ephemeral(
-    served: ServedRegistry, monkeypatch: pytest.MonkeyPatch
+    served: ServedRegistry, objects_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The blobs are those of the ephemeral version, so the other one has nothing to write."""
     fsync, synced = os.fsync, Counter[int]()
@@ -79,12 +78,11 @@ async def test_blobs_wait_for_the_disk_only_for_versions_that_are_not_ephemeral(
     assert await _keys(served, layout.UPLOADS) == []
     hashes = [file.sha256 for file in ephemeral.files]
     keys = [layout.blob(sha256) for sha256 in (*hashes, ephemeral.digest)]
-    root = Path(urlsplit(served.registry.store.url).path)
-    inodes = [(root / key).stat().st_ino for key in keys]
+    inodes = [(objects_folder / key).stat().st_ino for key in keys]
     assert [synced[inode] for inode in inodes] == [0, 0, 0]
     lasting = await _send(served, _first(adapter_files(1)))
     assert (lasting.version, lasting.digest) == (2, ephemeral.digest)
-    assert [(root / key).stat().st_ino for key in keys] == inodes
+    assert [(objects_folder / key).stat().st_ino for key in keys] == inodes
     assert all(synced[inode] for inode in inodes)
 
 
