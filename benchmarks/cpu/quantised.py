@@ -36,7 +36,7 @@ Runs = dict[str, list[Run]]
 
 def main() -> None:
     """Measure, print, write."""
-    parser = engine_options(__doc__, model="500m", new_tokens=16)
+    parser = engine_options(__doc__, model="500m", new_tokens=48)
     parser.add_argument("--schemes", default=SCHEMES, help="--quantization, or Q8_0 and Q4_K_M")
     parser.add_argument("--cases", default=CASES, help="requests x adapters")
     parser.add_argument("--arena-bytes", type=int, default=1_500_000_000)
