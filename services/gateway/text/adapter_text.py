@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from loraplex.adapter_format import File
 from loraplex.adapter_format.added_tokens import MAX_TEXT_BYTES, AddedToken
 from loraplex.errors import LoraplexError, Unavailable
+from loraplex_services.common.chat_template import ChatFormat
 from loraplex_services.common.processes.process_pool import JobFailed
 from loraplex_services.common.recent import Recent
 from loraplex_services.common.shared_work import SharedWork
@@ -27,6 +28,8 @@ logger = logging.getLogger(__name__)
 
 MAX_KEPT_BYTES = 128 << 20
 """Largest size of all kept tokens and templates."""
+_ENTRY_BYTES = 1024
+"""Approximate size of what is kept for an adapter, without its texts."""
 _MAX_READERS = 2
 """Adapters whose files are in memory at one time."""
 
@@ -117,14 +120,14 @@ class AdapterText:
         if found.chat is not None:
             made = made.with_chat(found.chat)
         shared = (_key(served), found.added) if found.added else ()
-        num_bytes = sys.getsizeof(found.chat.template) if found.chat else 1
-        self._kept.put(key, _Kept(made, shared), num_bytes)
+        num_bytes = _num_bytes(found.chat) if found.chat else 0
+        self._kept.put(key, _Kept(made, shared), _ENTRY_BYTES + num_bytes)
         return made
 
     def _left_aside(self, key: Key, base: BaseTokenizer, label: str, why: str) -> BaseTokenizer:
         """Use the base's tokenizer, because the adapter's files cannot be used."""
         _warn(label, why)
-        self._kept.put(key, _Kept(base))
+        self._kept.put(key, _Kept(base), _ENTRY_BYTES)
         return base
 
     async def _with_tokens(
@@ -144,6 +147,10 @@ class AdapterText:
 
 def _key(served: ServedBase) -> tuple[str, str]:
     return served.model.base_id, served.model.tokenizer_digest
+
+
+def _num_bytes(chat: ChatFormat) -> int:
+    return sum(map(sys.getsizeof, (chat.template, *chat.special_tokens.values())))
 
 
 def _warn(label: str, why: str) -> None:

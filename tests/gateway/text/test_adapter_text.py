@@ -211,13 +211,33 @@ async def test_files_beyond_the_cap_are_not_fetched(served: ServedBase) -> None:
 
 async def test_kept_tokenizers_stay_within_their_bound(served: ServedBase) -> None:
     shelf = Shelf()
-    text = opened(shelf.read, max_kept_bytes=1000)
+    text = opened(shelf.read, max_kept_bytes=3000)
     adapters = [
         shelf.put(f"{i}:v1", {"chat_template.jinja": f"{i}".encode() * 400}) for i in range(5)
     ]
     for adapter in [*adapters, adapters[-1], adapters[0]]:
         await text.tokenizer(served, target(adapter))
     assert shelf.num_reads == 6
+
+
+@pytest.mark.hostile
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"chat_template": "x", "unk_token": "x" * 2000},
+        {"added_tokens_decoder": {str(BOS_ID): {"content": "x" * 1000}}},
+    ],
+)
+async def test_special_tokens_and_verdicts_count_in_what_is_kept(
+    served: ServedBase, config: dict[str, object]
+) -> None:
+    shelf = Shelf()
+    text = opened(shelf.read, max_kept_bytes=4000)
+    for number in (0, 1, 2, 3, 0):
+        content = json.dumps({**config, "number": number}).encode()
+        adapter = shelf.put(f"{number}:v1", {"tokenizer_config.json": content})
+        await text.tokenizer(served, target(adapter))
+    assert shelf.num_reads == 5
 
 
 async def test_adapters_with_the_same_tokens_share_their_vocabulary(served: ServedBase) -> None:
