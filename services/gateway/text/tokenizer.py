@@ -30,6 +30,10 @@ from loraplex_services.gateway.text.template_pool import TemplatePool
 CONTEXT_LENGTH_EXCEEDED = "CONTEXT_LENGTH_EXCEEDED"
 _SLOW_TEXT_CHARS = 32 << 10
 """Longer texts are tokenized in a thread, while the event loop continues."""
+_MAX_KEPT_WORDS = 1000
+"""Words whose tokens the library keeps in each thread that tokenizes, until the thread ends. By
+default it keeps 10,000 words of less than 256 bytes, with 32 bytes for each of their bytes. Some
+bases do not split texts into words, so that a short prompt is one word."""
 _TOKEN_BYTES = 1024
 """Approximate size of an added token."""
 
@@ -272,6 +276,9 @@ def _load(source: bytes) -> Tokenizer:
     tokenizer = Tokenizer.from_str(source.decode())
     tokenizer.no_truncation()
     tokenizer.no_padding()
+    resize = getattr(tokenizer.model, "_resize_cache", None)  # not all models keep words
+    if resize is not None:
+        resize(_MAX_KEPT_WORDS)
     return tokenizer
 
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import resource
+import sys
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -31,6 +34,10 @@ async def _field_of_refusal(tokenizer: BaseTokenizer | IdsOnly, prompt: object) 
     with pytest.raises(InvalidRequest) as caught:
         await tokenizer.encode(prompt, BASE)  # type: ignore[arg-type]
     return caught.value.violations[0].field
+
+
+def _resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 async def test_special_tokens_go_before_texts_but_not_after_a_template(pool: TemplatePool) -> None:
@@ -156,6 +163,17 @@ async def test_event_loop_goes_on_while_a_long_text_is_tokenized(
         num_turns += 1
     assert num_turns > 10, "with the GIL held there are two or three"
     assert await encoding == (BOS_ID, *text.encode())
+
+
+@pytest.mark.hostile
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+async def test_prompts_that_were_answered_leave_little_memory_behind(pool: TemplatePool) -> None:
+    tokenizer = BaseTokenizer(tokenizer_files(), pool)
+    before = _resident_bytes()
+    for number in range(8000):
+        await tokenizer.encode(TextPrompt(f"{number:05}" * 50), BASE)
+    grown = _resident_bytes() - before
+    assert grown < 24 << 20, "all 8,000 take 64 MiB"
 
 
 async def test_bad_words_are_tokenized_with_and_without_a_space_before(pool: TemplatePool) -> None:
