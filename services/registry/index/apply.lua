@@ -79,25 +79,34 @@ local function list(scope)
   end
 end
 
--- The newest live version leads the list of an adapter's versions. `before` is a number below it, and no
--- version between them is live. Without it, the versions of an adapter whose newest one is published and
--- deleted again and again would be looked through each time.
+-- The newest live version leads the list of an adapter's versions. From there, `p<number>` leads from each
+-- version to one below it, so that all live ones can be reached, and some deleted ones. A version without
+-- it leads to the number below its own. Without these steps, thousands of deleted versions would be looked
+-- through whenever the newest one is deleted.
+local function below(key, number)
+  return tonumber(redis.call('HGET', key, 'p' .. number) or number - 1)
+end
+
 local function note_live(scope, key, number)
-  local newest = tonumber(redis.call('HGET', key, 'newest') or '-1')
-  if number > newest then
-    redis.call('HSET', key, 'newest', number, 'before', newest)
-    if newest < 0 then list(scope) end
-  elseif number > tonumber(redis.call('HGET', key, 'before') or number) then
-    redis.call('HSET', key, 'before', number)
+  local above = tonumber(redis.call('HGET', key, 'newest') or '0')
+  if number >= above then
+    redis.call('HSET', key, 'newest', number)
+    if above < number - 1 then redis.call('HSET', key, 'p' .. number, above) end
+    if above == 0 then list(scope) end
+    return
+  end
+  while below(key, above) > number do above = below(key, above) end
+  local following = below(key, above)
+  if following < number then
+    redis.call('HSET', key, 'p' .. number, following, 'p' .. above, number)
   end
 end
 
 local function drop_newest(scope, key, number)
-  local newest = tonumber(redis.call('HGET', key, 'before') or number - 1)
+  local newest = below(key, number)
   while newest > 0 and generation_of(redis.call('HGET', key, 'v' .. newest)) ~= 1 do
-    newest = newest - 1
+    newest = below(key, newest)
   end
-  redis.call('HDEL', key, 'before')
   if newest > 0 then
     redis.call('HSET', key, 'newest', newest)
   else

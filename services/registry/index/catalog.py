@@ -15,8 +15,8 @@ empty or behind. All keys, without their prefix `loraplex:`:
     <epoch>:names            ZSET of scopes with a live version, ordered by name
     <epoch>:shared           ZSET of those of them that other tenants may see
     <epoch>:a:<scope>        HASH v<number> -> version, d:<digest> -> number, adapter, newest and
-                             before (see apply.lua), count and highest of all numbers, and lasting
-                             if a version is or was not ephemeral
+                             p<number> (see apply.lua), count and highest of all numbers, and
+                             lasting if a version is or was not ephemeral
     <epoch>:t:<scope>        HASH tag -> tag
                              (both end some time after the last of ephemeral versions only)
     <epoch>:staged           ZSET of "<tag> <scope>" by the time that its staged move ends

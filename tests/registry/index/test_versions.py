@@ -67,7 +67,7 @@ async def test_versions_are_counted_as_they_come(registry: Registry, metadata_ur
 async def test_the_newest_version_is_known_whatever_was_deleted(
     registry: Registry, metadata_url: str
 ) -> None:
-    """Redis looks through versions downwards from the last one that was the newest."""
+    """From each live version, the index leads to the next older one."""
     key = f"{PREFIX}{await registry.catalog.epoch()}:a:default/sql"
     names = f"{PREFIX}{await registry.catalog.epoch()}:names"
 
@@ -79,16 +79,16 @@ async def test_the_newest_version_is_known_whatever_was_deleted(
         for seed in range(6):
             await publish(registry, "sql", seed, latest=False)
         await delete(4, 5, 2)
-        assert await client.hmget(key, "newest", "before") == [b"6", b"5"]
+        assert await client.hget(key, "newest") == b"6"
         await delete(6)
-        assert await client.hmget(key, "newest", "before") == [b"3", None]
+        assert await client.hget(key, "newest") == b"3"
         for seed in (7, 8):
             await publish(registry, "sql", seed, latest=False)
-        assert await client.hmget(key, "newest", "before") == [b"8", b"7"]
+        assert await client.hmget(key, "newest", "p7", "p8") == [b"8", b"3", None]
         await delete(7, 8)
         assert await client.hget(key, "newest") == b"3"
         await publish(registry, "sql", 9, latest=False)
-        assert await client.hmget(key, "newest", "before") == [b"9", b"3"]
+        assert await client.hmget(key, "newest", "p9") == [b"9", b"3"]
         await delete(9, 3)
         assert await client.hget(key, "newest") == b"1"
         assert await client.zrange(names, 0, -1) == [b"default/sql"]
@@ -96,7 +96,7 @@ async def test_the_newest_version_is_known_whatever_was_deleted(
         assert await client.hget(key, "newest") is None
         assert not await client.zrange(names, 0, -1)
         await publish(registry, "sql", 10, latest=False)
-        assert await client.hmget(key, "newest", "before") == [b"10", b"-1"]
+        assert await client.hmget(key, "newest", "p10") == [b"10", b"0"]
         await delete(10)
         assert await client.hget(key, "newest") is None
 
@@ -119,3 +119,51 @@ async def test_a_version_that_comes_late_into_the_index_may_be_the_newest(
         assert await client.hget(key, "newest") == b"3"
         await apply(3, generation=2)
         assert await client.hget(key, "newest") == b"2"
+
+
+@pytest.mark.hostile
+async def test_a_version_that_comes_late_is_found_below_versions_that_skip_it(
+    registry: Registry, metadata_url: str
+) -> None:
+    record = (await publish(registry, "sql", 0)).version
+    key = f"{PREFIX}{await registry.catalog.epoch()}:a:default/late"
+
+    async def apply(number: int, generation: int = 1) -> None:
+        version = replace(record, name="late", version=number, generation=generation)
+        await registry.catalog.apply("default/late", [version_item(version, None)])
+
+    for number in (2, 7, 9, 4, 5):
+        await apply(number)
+    await apply(4, generation=2)
+    async with redis.asyncio.Redis.from_url(metadata_url) as client:
+        for number, newest in ((9, b"7"), (7, b"5"), (5, b"2"), (2, None)):
+            await apply(number, generation=2)
+            assert await client.hget(key, "newest") == newest
+
+
+@pytest.mark.hostile
+async def test_deleting_the_newest_two_versions_again_and_again_looks_through_few_others(
+    registry: Registry, metadata_url: str
+) -> None:
+    """The older one first: where the newest leads to is then deleted, as thousands below it are."""
+    record = (await publish(registry, "sql", 0)).version
+    key = f"{PREFIX}{await registry.catalog.epoch()}:a:default/many"
+
+    async def apply(number: int, generation: int = 1) -> None:
+        version = replace(record, name="many", version=number, generation=generation)
+        await registry.catalog.apply("default/many", [version_item(version, None)])
+
+    async with redis.asyncio.Redis.from_url(metadata_url) as client:
+
+        async def num_reads() -> int:
+            return int((await client.info("commandstats"))["cmdstat_hget"]["calls"])
+
+        await apply(1)
+        for number in range(2, 202, 2):
+            await apply(number)
+            await apply(number + 1)
+            await apply(number, generation=2)
+            before = await num_reads()
+            await apply(number + 1, generation=2)
+            assert await num_reads() - before < 50
+            assert await client.hget(key, "newest") == b"1"
