@@ -159,6 +159,13 @@ local function apply(change)
       for _, event in ipairs(item.events) do
         if event.generation > have and max_events > 0 then tell(document(event.doc)) end
       end
+      -- Who may see a new version may have changed since its writer looked.
+      if item.sharing and item.generation == 1 and max_events > 0 then
+        local adapter = redis.call('HGET', key, 'adapter')
+        if generation_of(adapter) > item.sharing then
+          tell('{"kind":"adapter","doc":' .. string.match(adapter, '^%d+ (.*)$') .. '}')
+        end
+      end
     end
   end
 

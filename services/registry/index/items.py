@@ -44,8 +44,8 @@ class Item:
     doc: dict[str, Any]
     events: tuple[IndexEvent, ...]
     extra: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """What `apply.lua` derives more from: use, digest, number, visibility, and the ends of staged
-    moves and ephemeral versions."""
+    """What `apply.lua` derives more from: use, digest, number, visibility, the generation of the
+    adapter that was known (sharing), and the ends of staged moves and ephemeral versions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +106,7 @@ def version_item(record: VersionRecord, adapter: AdapterRecord | None) -> Item:
             "digest": record.digest,
             "number": record.version,
             "expires_s": record.expires_s,
+            "sharing": adapter.generation if adapter else 0,
         },
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from loraplex_services.registry.assembly import Registry
 from loraplex_services.registry.index import catalog as catalog_module
 from loraplex_services.registry.index import watch as watch_module
 from loraplex_services.registry.index.catalog import PREFIX
+from loraplex_services.registry.index.items import version_item
 from loraplex_services.registry.index.watch import Batch, watch
 from loraplex_services.registry.records import PRIVATE, PUBLIC
 from tests.registry.house import publish
@@ -69,6 +71,22 @@ async def test_an_adapter_that_becomes_private_while_a_snapshot_is_read_is_priva
     mirror = Mirror(watch(registry.catalog, ""))
     await mirror.snapshot()
     assert mirror.known["sql:v1"] == PRIVATE
+
+
+async def test_a_version_of_an_adapter_that_became_private_meanwhile_is_private(
+    registry: Registry,
+) -> None:
+    """Its writer read the adapter before, and gateways would let others run it."""
+    first = (await publish(registry, "sql", 1, visibility=PUBLIC)).version
+    mirror = Mirror(watch(registry.catalog, ""))
+    await mirror.snapshot()
+    outdated = (await registry.catalog.find("default/sql", "adapter")).adapter
+    await registry.sharing.set("default", "sql", SharingChange(PRIVATE), "me")
+    second = version_item(dataclasses.replace(first, version=2), outdated)
+    await registry.catalog.apply("default/sql", [second])
+    await publish(registry, "other", 2)
+    await mirror.until("other:latest", [1])
+    assert mirror.known["sql:v1"] == mirror.known["sql:v2"] == PRIVATE
 
 
 async def test_large_events_take_a_bounded_part_of_the_memory_of_redis(
