@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,7 @@ from loraplex_services.registry.records import (
     AdapterRecord,
     TagRecord,
     VersionRecord,
+    build,
     to_fields,
 )
 
@@ -274,8 +275,17 @@ async def visible_batches(catalog: Catalog, access: Access, token: str) -> Async
     Each version and tag that stops being visible is reported as deleted, once and without its
     content; what comes after that is not reported.
     """
-    seen: set[str] = set()
-    async for batch in watch(catalog, token, "" if access.sees_all else access.tenant):
+    seen: dict[str, set[str]] = {}
+
+    def is_wanted(record: Mapping[str, Any]) -> bool:
+        """Whether a change of an adapter may show or hide something here. Private adapters of
+        others may have thousands of versions."""
+        adapter = build(AdapterRecord, record)
+        is_shown = bool(seen.get(scope_of(adapter.tenant, adapter.name)))
+        return is_shown or access.may_see(adapter.tenant, adapter)
+
+    tenant = "" if access.sees_all else access.tenant
+    async for batch in watch(catalog, token, tenant, is_wanted):
         if access.sees_all:
             yield batch
             continue
@@ -289,29 +299,31 @@ async def _shown(
     catalog: Catalog,
     access: Access,
     event: dict[str, Any],
-    seen: set[str],
+    seen: dict[str, set[str]],
     adapters: dict[str, AdapterRecord | None],
 ) -> dict[str, Any] | None:
-    """An event as the caller may see it. Mutates: seen, adapters (those of tags, by scope)."""
+    """An event as the caller may see it. Mutates: seen (versions and tags of others by scope),
+    adapters (those of tags, by scope)."""
     kind, doc = event["kind"], event["doc"]
-    if kind == "base":
+    if kind == "base" or access.owns(doc["tenant"]):
         return event
     tenant, scope = doc["tenant"], scope_of(doc["tenant"], doc["name"])
-    adapter = None
     if kind == "version":
         shared_with = tuple(doc["shared_with"])
-        adapter = AdapterRecord(tenant, doc["name"], doc["visibility"], shared_with)
-    elif not access.owns(tenant):
+        adapter: AdapterRecord | None = AdapterRecord(
+            tenant, doc["name"], doc["visibility"], shared_with
+        )
+    else:
         if scope not in adapters:
             adapters[scope] = (await catalog.find(scope, "adapter")).adapter
         adapter = adapters[scope]
-    item = f"{kind} {scope} {doc['version'] if kind == 'version' else doc['tag']}"
+    item = f"{kind} {doc['version'] if kind == 'version' else doc['tag']}"
     if access.may_see(tenant, adapter):
-        seen.add(item)
+        seen.setdefault(scope, set()).add(item)
         return event
-    if item not in seen:
+    if item not in seen.get(scope, ()):
         return None
-    seen.discard(item)
+    seen[scope].discard(item)
     return {"kind": kind, "doc": _gone(kind, doc)}
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,16 +41,23 @@ class Batch:
     ends_snapshot: bool = False
 
 
+IsWanted = Callable[[Mapping[str, Any]], bool]
+"""Whether to read the versions of an adapter that has changed, given its record as JSON."""
+
+
 class _SnapshotNeeded(Exception):
     """The watcher's position is no longer in the index."""
 
 
-async def watch(catalog: Catalog, token: str, tenant: str = "") -> AsyncIterator[Batch]:
+async def watch(
+    catalog: Catalog, token: str, tenant: str = "", is_wanted: IsWanted = lambda record: True
+) -> AsyncIterator[Batch]:
     """Yield changes after `token` ("" = everything); waits while there is no index.
 
     Args:
-        tenant: a snapshot has only adapters that this tenant may see, and others that are shared;
-            "" = all adapters.
+        tenant: a snapshot has only adapters of this tenant, and those of others that are shared;
+            "" = all.
+        is_wanted: a change of an adapter that it does not want brings nothing.
 
     Raises: Unavailable, once the catalog's feed is closed.
     """
@@ -59,12 +66,12 @@ async def watch(catalog: Catalog, token: str, tenant: str = "") -> AsyncIterator
         try:
             if not epoch:
                 raise _SnapshotNeeded
-            async for batch in _follow(catalog, epoch, sequence):
+            async for batch in _follow(catalog, epoch, sequence, is_wanted):
                 sequence = _parse(batch.token)[1]
                 yield batch
         except _SnapshotNeeded:
             try:
-                async for batch in _snapshot(catalog, tenant):
+                async for batch in _snapshot(catalog, tenant, is_wanted):
                     epoch, sequence = _parse(batch.token)
                     yield batch
             except (CatalogDown, _SnapshotNeeded):
@@ -76,7 +83,9 @@ async def watch(catalog: Catalog, token: str, tenant: str = "") -> AsyncIterator
             await asyncio.sleep(_RETRY_S)
 
 
-async def _follow(catalog: Catalog, epoch: str, after: int) -> AsyncIterator[Batch]:
+async def _follow(
+    catalog: Catalog, epoch: str, after: int, is_wanted: IsWanted
+) -> AsyncIterator[Batch]:
     """Events after a number until the epoch ends. Empty batches show that the watch is alive."""
     await _last_sequence(catalog, epoch, after)
     async with catalog.feed.joined():
@@ -91,7 +100,7 @@ async def _follow(catalog: Catalog, epoch: str, after: int) -> AsyncIterator[Bat
                     raise _SnapshotNeeded
             if [number for number, _ in entries] != _run(after, len(entries)):
                 raise _SnapshotNeeded
-            async for events, number in _expanded(catalog, entries):
+            async for events, number in _expanded(catalog, entries, is_wanted):
                 yield Batch(tuple(events), f"{epoch}:{number}")
             after = entries[-1][0] if entries else after
             if not entries:
@@ -99,10 +108,10 @@ async def _follow(catalog: Catalog, epoch: str, after: int) -> AsyncIterator[Bat
 
 
 async def _expanded(
-    catalog: Catalog, entries: Entries
+    catalog: Catalog, entries: Entries, is_wanted: IsWanted
 ) -> AsyncIterator[tuple[list[dict[str, Any]], int]]:
-    """Events, and the number up to which nothing is missing then. In the place of the last change
-    of an adapter there is an event of each of its versions, as they are now."""
+    """Events, and the number up to which nothing is missing then. In the place of the last wanted
+    change of an adapter there is an event of each of its versions, as they are now."""
     last = {_scope(event): number for number, event in entries if event["kind"] == "adapter"}
     events: list[dict[str, Any]] = []
     for number, event in entries:
@@ -111,9 +120,11 @@ async def _expanded(
         elif last[_scope(event)] == number:
             if events:
                 yield events, number - 1
-            async with catalog.snapshot_lock:
-                found = await catalog.find(_scope(event), "live")
-            yield _version_events(found), number
+            events = []
+            if is_wanted(event["doc"]):
+                async with catalog.snapshot_lock:
+                    events = _version_events(await catalog.find(_scope(event), "live"))
+            yield events, number
             events = []
     if events:
         yield events, entries[-1][0]
@@ -127,7 +138,7 @@ async def _last_sequence(catalog: Catalog, epoch: str, after: int) -> int:
     return last
 
 
-async def _snapshot(catalog: Catalog, tenant: str) -> AsyncIterator[Batch]:
+async def _snapshot(catalog: Catalog, tenant: str, is_wanted: IsWanted) -> AsyncIterator[Batch]:
     """A complete snapshot, ending at a number before which nothing is missing."""
     epoch, begin = await catalog.position()
     newest: dict[str, int] = {}
@@ -139,7 +150,7 @@ async def _snapshot(catalog: Catalog, tenant: str) -> AsyncIterator[Batch]:
         found = [event for scope, found in page for event in _events_of(found)]
         newest.update({_key(event): int(event["doc"]["generation"]) for event in found})
         yield Batch(tuple(found), "")
-    async for batch in _catch_up(catalog, epoch, begin, newest):
+    async for batch in _catch_up(catalog, epoch, begin, newest, is_wanted):
         yield batch
 
 
@@ -166,7 +177,7 @@ async def _pages(
 
 
 async def _catch_up(
-    catalog: Catalog, epoch: str, begin: int, newest: dict[str, int]
+    catalog: Catalog, epoch: str, begin: int, newest: dict[str, int], is_wanted: IsWanted
 ) -> AsyncIterator[Batch]:
     """Changes made while the pages were read, without those already shown; ends the snapshot."""
     end = await _last_sequence(catalog, epoch, begin)
@@ -176,7 +187,7 @@ async def _catch_up(
             raise _SnapshotNeeded
         begin = entries[-1][0]
         fresh = [entry for entry in entries if _is_newer(entry[1], newest)]
-        async for events, _ in _expanded(catalog, fresh):
+        async for events, _ in _expanded(catalog, fresh, is_wanted):
             yield Batch(tuple(events), "")
     yield Batch((), f"{epoch}:{end}", ends_snapshot=True)
 

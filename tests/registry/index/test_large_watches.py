@@ -183,3 +183,27 @@ async def test_tags_in_a_watch_are_not_looked_up_one_by_one(
     await mirror.snapshot()
     assert mirror.known["open:t29"] == mirror.known["own:t29"] == [1]
     assert found == [("default/open", "adapter")]
+
+
+async def test_a_change_of_a_private_adapter_reads_its_versions_for_nobody_else(
+    registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each watch of another tenant read all of them, and showed none."""
+    await publish(registry, "sql", 1)
+    mirror = Mirror(visible_batches(registry.catalog, ACME, ""))
+    await mirror.snapshot()
+    find = registry.catalog.find
+    found: list[tuple[str, str]] = []
+
+    async def noted(scope: str, kind: str, selector: str = "") -> Any:
+        found.append((scope, kind))
+        return await find(scope, kind, selector)
+
+    monkeypatch.setattr(registry.catalog, "find", noted)
+    await registry.sharing.describe("default", "sql", "words", {}, (), "me")
+    await publish(registry, "open", 2, visibility=PUBLIC)
+    await mirror.until("open:v1", PUBLIC)
+    assert ("default/sql", "live") not in found
+    for visibility, shown in ((PUBLIC, PUBLIC), (PRIVATE, "deleted")):
+        await registry.sharing.set("default", "sql", SharingChange(visibility), "me")
+        await mirror.until("sql:v1", shown)
