@@ -88,13 +88,16 @@ class Lookup:
         kind, selector = _selector(ref)
         found = await self._found(ref.tenant, ref.name, kind, selector)
         version = _selected(found, ref, split_key)
-        if version is None and ref.digest is not None and found.versions:
+        is_visible = access.may_see(ref.tenant, found.adapter)
+        if version is None and ref.digest is not None and found.versions and is_visible:
             # The newest version of this content was deleted; an older one may be alive.
             found = await self.everything(ref.tenant, ref.name)
             version = _selected(found, ref, split_key)
-        if version is None or not access.may_see(ref.tenant, found.adapter):
+            is_visible = access.may_see(ref.tenant, found.adapter)
+        if is_visible:  # What is hidden may not be told from what is missing.
+            note_read.get()(found.num_documents)
+        if version is None or not is_visible:
             raise await self._missing(ref, access)
-        note_read.get()(found.num_documents)  # what is hidden may not be told from what is missing
         return ResolvedVersion(version, found.adapter, found.tags)
 
     async def _missing(self, ref: Ref, access: Access) -> AdapterNotFound:

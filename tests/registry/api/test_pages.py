@@ -107,6 +107,27 @@ async def test_a_call_counts_by_what_it_reads_and_shows(
 
 
 @pytest.mark.hostile
+async def test_a_refused_call_for_an_own_adapter_counts_by_what_it_reads(
+    registry: Registry, num_read: list[int]
+) -> None:
+    """All versions are looked through for an older one of the same content, and all tags are read."""
+    for seed in range(3):
+        done = await publish(registry, "sql", seed, f"t{seed}", latest=False)
+    await registry.deletion.version("default", "sql", 3, "me", force=True, purge=False)
+    deleted = f"default/sql@{done.version.digest}"
+    for ref, count in ((deleted, 3 + 2), ("default/sql:v9", 2)):
+        num_read.clear()
+        with pytest.raises(NotFound):
+            await registry.lookup.resolve(parse_ref(ref), ROOT)
+        assert num_read[0] == count
+    num_read.clear()
+    stranger = Access("acme", "key", frozenset({"reader"}))
+    with pytest.raises(NotFound, match="no adapter default/sql"):
+        await registry.lookup.resolve(parse_ref(deleted), stranger)
+    assert num_read == [0], "nothing tells that there is a private adapter"
+
+
+@pytest.mark.hostile
 async def test_a_short_page_reads_few_adapters(registry: Registry, num_read: list[int]) -> None:
     for number in range(6):
         await publish(registry, f"sql-{number}", number)
