@@ -114,7 +114,7 @@ class Audit:
                         entries.append(entry)
                 if len(entries) == page_size:
                     return entries, key
-            if num_read >= _MAX_READ:
+            if num_read >= _MAX_READ and _KEY.fullmatch(keys[-1]):
                 return entries, keys[-1]
         return entries, ""
 

@@ -119,7 +119,7 @@ class Keys:
                 names.clear()
             if len(found) > page_size:
                 break
-            if num_read >= _MAX_READ and not names:
+            if num_read >= _MAX_READ and not names and _is_id(layout.key_id_of(item.key)):
                 return found, layout.key_id_of(item.key)
         else:
             found += await self._of_tenant(names, tenant)

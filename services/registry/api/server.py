@@ -23,8 +23,9 @@ from loraplex_services.registry.publish.metrics import WATCHERS
 from loraplex_services.registry.publish.tags import MAX_SIDES, TagAddress, parse_expect
 
 SERVICE_NAME = "loraplex.v1.RegistryService"
-MAX_PAGE_BYTES = 4 << 20
-"""Most bytes of a page of a list, unless a single version has more."""
+MAX_PAGE_BYTES = 4_000_000
+"""Most bytes of the versions in a page of a list, unless a single one has more. With what surrounds
+them, they fit the 4 MiB that gRPC clients receive unless told otherwise."""
 
 
 class RegistryService(PublishService):

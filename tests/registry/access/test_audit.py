@@ -149,3 +149,20 @@ async def test_a_page_for_a_tenant_with_few_entries_reads_a_bounded_part_of_the_
         num_pages += 1
     assert shown == [str(number) for number in range(99, -1, -3)]
     assert num_pages >= 4
+
+
+async def test_a_page_does_not_end_at_a_file_that_is_no_entry(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its name is no page token, so that nobody could go on from there."""
+    monkeypatch.setattr(audit, "_BATCH_KEYS", 1)
+    monkeypatch.setattr(audit, "_MAX_READ", 1)
+    log = await _written(tmp_path, monkeypatch, [NOW_S - 10.0 * n for n in range(5, 0, -1)])
+    await log._store.put(f"{layout.AUDIT}{audit._date(NOW_S)}/notes.txt", b"no entry")
+    shown: list[str] = []
+    token, num_pages = "", 0
+    while not num_pages or token:
+        entries, token = await log.page("", 1000, token)
+        shown += [entry.subject for entry in entries]
+        num_pages += 1
+    assert shown == ["4", "3", "2", "1", "0"]

@@ -339,3 +339,19 @@ async def test_a_page_of_few_keys_among_many_of_others_reads_a_bounded_part(
         num_pages += 1
     assert found == sorted(own)
     assert num_pages == 4
+
+
+async def test_a_page_of_keys_does_not_end_at_a_file_that_is_no_key(
+    registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its name is no page token, so that nobody could go on from there."""
+    monkeypatch.setattr(keys, "_BATCH_KEYS", 1)
+    monkeypatch.setattr(keys, "_MAX_READ", 1)
+    made = {(await registry.keys.create("acme", ["reader"], 0.0, ""))[0].key_id for _ in range(3)}
+    await registry.store.put(layout.key("0-notes"), b"no key")
+    found, after, num_pages = set[str](), "", 0
+    while not num_pages or after:
+        records, after = await registry.keys.page("acme", 100, after)
+        found |= {record.key_id for record in records}
+        num_pages += 1
+    assert found == made

@@ -110,7 +110,7 @@ async def test_a_call_counts_by_what_it_reads_and_shows(
 async def test_a_refused_call_for_an_own_adapter_counts_by_what_it_reads(
     registry: Registry, num_read: list[int]
 ) -> None:
-    """All versions are looked through for an older one of the same content, and all tags are read."""
+    """All versions are looked through for an older one of this content, and all tags are read."""
     for seed in range(3):
         done = await publish(registry, "sql", seed, f"t{seed}", latest=False)
     await registry.deletion.version("default", "sql", 3, "me", force=True, purge=False)
