@@ -13,6 +13,8 @@ import redis.asyncio
 from loraplex_services.common.limits import EPHEMERAL_S
 from loraplex_services.registry.index.redis_calls import text, translated, wait
 
+_FORGOTTEN_AT_ONCE = 1000
+
 
 class RecentUses:
     """Every method raises CatalogDown if Redis is unavailable."""
@@ -47,10 +49,11 @@ class RecentUses:
 
     async def forget(self, tenant: str, scopes: Iterable[str]) -> None:
         """Note nothing of these adapters any more."""
-        async with translated(), self._redis.pipeline(transaction=False) as pipe:
-            for scope in scopes:
-                pipe.zrem(self._key(tenant), scope)
-            await pipe.execute()
+        members = list(scopes)
+        for at in range(0, len(members), _FORGOTTEN_AT_ONCE):
+            async with translated():
+                some = members[at : at + _FORGOTTEN_AT_ONCE]
+                await wait(self._redis.zrem(self._key(tenant), *some))
 
     def _key(self, tenant: str) -> str:
         return f"{self._prefix}uses:{tenant}"
