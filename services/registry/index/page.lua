@@ -1,7 +1,8 @@
 -- One page of a list: names after a cursor with their documents.
 -- KEYS[1] = prefix; ARGV = the position seen before (epoch, sequence), set ('names' | 'shared'), min,
--- max (ZRANGEBYLEX bounds), limit, 'current' | 'all', number of versions after which no further name is added. The current version is the one that `latest` points at (the heaviest side of a
--- split), the newest where it points at none.
+-- max (ZRANGEBYLEX bounds), limit, 'current' | 'all', number of versions after which no further name is
+-- added. The current version is the one that `latest` points at (the heaviest side of a split), the newest
+-- where it points at none.
 -- Returns {epoch, sequence, {{scope, adapter, tags, versions}...}}, or false where there is no index or
 -- it is behind that position.
 local epoch = redis.call('GET', KEYS[1] .. 'epoch')
