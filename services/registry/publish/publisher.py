@@ -17,7 +17,6 @@ from collections.abc import Mapping, Sequence
 
 from loraplex.adapter_format.serving_fields import ROPE_FIELD
 from loraplex.errors import Blocked, Conflict, InvalidAdapter
-from loraplex.refs import LATEST
 from loraplex_services.common import documents
 from loraplex_services.common.documents import Seen
 from loraplex_services.common.objects import ObjectStore
@@ -326,7 +325,7 @@ class Publisher:
         adapter = await documents.change(self.store, key, AdapterRecord, step)
         if adapter is None:
             return None
-        indexed = (await self.catalog.find(scope_of(tenant, name), "tag", LATEST)).adapter
+        indexed = (await self.catalog.find(scope_of(tenant, name), "adapter")).adapter
         if indexed is None or indexed.generation < adapter.generation:
             items.append(adapter_item(adapter))
         return adapter
