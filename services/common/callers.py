@@ -36,8 +36,8 @@ peer_names: ContextVar[tuple[str, ...]] = ContextVar("peer_names", default=())
 
 
 note_read: ContextVar[Callable[[int], None]] = ContextVar("note_read", default=lambda _: None)
-"""Takes the number of documents that a handler has read, which its caller chose: a call that reads
-many counts as several."""
+"""Is called with the number of documents that a handler has read for its caller. A call that reads
+many counts as several calls."""
 
 
 class Auth(Protocol):
