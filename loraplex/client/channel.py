@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,7 +13,13 @@ import grpc
 from loraplex.allocation import reuse_large_blocks
 from loraplex.api.error_wire import STATUS_LOST, from_rpc_error, has_details
 from loraplex.client.settings import Credentials, check_address
-from loraplex.errors import InvalidRequest, LoraplexError, Unavailable, Unsupported
+from loraplex.errors import (
+    InvalidRequest,
+    LoraplexError,
+    ResourceExhausted,
+    Unavailable,
+    Unsupported,
+)
 
 S = TypeVar("S")
 
@@ -21,6 +28,8 @@ CHUNK_BYTES = 256 << 10
 """Largest number of bytes of a file in one message. Servers accept 1 MiB, but receiving it occupies
 the event loop of a registry for 1.3 ms, in which all other calls wait."""
 CALL_TIMEOUT_S = 60.0
+_MAX_WAITS = 3
+"""How often a page of a list is asked for again after it was refused for a time."""
 
 OPTIONS: list[tuple[str, Any]] = [
     ("grpc.max_receive_message_length", MAX_RECEIVE_BYTES),
@@ -70,9 +79,19 @@ class Channel:
             call.cancel()
 
     async def pages(self, method: Any, request: Any) -> AsyncGenerator[Any, None]:
-        """All pages of a unary call that lists. Mutates: request."""
+        """All pages of a unary call that lists. Waits where a page has read so much that the server
+        refuses the next one for some seconds. Mutates: request."""
+        num_waits = 0
         while True:
-            page = await self.call(method, request)
+            try:
+                page = await self.call(method, request)
+            except ResourceExhausted as error:
+                if error.reason != "TOO_MANY_CALLS" or num_waits == _MAX_WAITS:
+                    raise
+                num_waits += 1
+                await asyncio.sleep(error.retry_after_s or 1.0)
+                continue
+            num_waits = 0
             yield page
             if not page.next_page_token:
                 return

@@ -14,12 +14,14 @@ import grpc
 import pytest
 
 from loraplex.api.error_wire import from_rpc_error
+from loraplex.client import registry_client
 from loraplex.client.registry_client import RegistryClient
 from loraplex.client.settings import Credentials
 from loraplex.errors import DataLoss, InvalidRequest, LoraplexError, NotFound
 from loraplex.v1 import registry_pb2 as pb
 from loraplex.v1 import registry_pb2_grpc
 from loraplex_services.common.documents import encode
+from loraplex_services.common.grpc import call_rates
 from loraplex_services.common.grpc import server as grpc_server
 from loraplex_services.common.limits import MAX_DESCRIPTION_CHARS, MAX_UPLOAD_STREAMS
 from loraplex_services.registry import layout
@@ -29,7 +31,7 @@ from loraplex_services.registry.api import publish_options, publishing, server
 from loraplex_services.registry.assembly import Registry
 from loraplex_services.registry.index import open_uploads
 from loraplex_services.registry.records import TenantRecord
-from tests.registry.house import adapter_files, opened
+from tests.registry.house import adapter_files, opened, publish
 
 pytestmark = pytest.mark.hostile
 
@@ -355,3 +357,19 @@ async def test_a_page_of_keys_does_not_end_at_a_file_that_is_no_key(
         found |= {record.key_id for record in records}
         num_pages += 1
     assert found == made
+
+
+async def test_a_list_goes_on_once_its_next_page_is_within_the_rate(
+    registry: Registry, address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A page of an adapter with thousands of versions uses up the rate of some seconds."""
+    for seed in range(3):
+        await publish(registry, "globex/sql", seed)
+    _, token = await registry.keys.create("globex", ["reader"], 0.0, "")
+    monkeypatch.setattr(registry_client, "PAGE_SIZE", 1)
+    limits = {"CALL_BURST": 10, "CALLS_PER_S": 20, "MAX_CALL_WAIT_S": 0, "REFUSAL_DELAY_S": 0}
+    for name, value in limits.items():
+        monkeypatch.setattr(call_rates, name, value)
+    async with RegistryClient(address, Credentials(api_key=token)) as reader:
+        listed = reader.list(name="sql", all_versions=True)
+        assert [version.version async for version in listed] == [1, 2, 3]
