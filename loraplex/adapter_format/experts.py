@@ -25,6 +25,8 @@ from loraplex.adapter_format.safetensors_header import TENSOR_FILE, TensorInfo
 PARAMETERS = ("gate_up_proj", "down_proj")
 """Parameters in the order in which transformers' expert modules hold them, so the inner one comes
 first."""
+ROUTERS = (".mlp.gate", ".mlp.router", ".block_sparse_moe.gate")
+"""How names of routers end that are linears in files, but not in transformers 5."""
 
 _FUSED = re.compile(r"(?P<container>.+\.experts)(?P<nesting>(\.base_layer)*)", re.ASCII)
 _LINEAR = re.compile(r"(?P<container>.+\.experts)\.(?P<index>\d+)\.(?P<name>\w+)", re.ASCII)

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from loraplex.adapter_format.config import CONFIG_FILE, AdapterConfig
 from loraplex.adapter_format.experts import (
+    ROUTERS,
     is_expert,
     parameter_part,
     peft_parameter,
@@ -85,9 +86,12 @@ def _is_selected_twice(
     module: AdapterModule,
     base: Mapping[str, Module],
 ) -> bool:
-    """True if a linear is named by target_modules and its weight by target_parameters."""
-    is_linear = module.expert is None and targets_parameter(config, peft_parameter(module.name))
-    return is_linear and selector.selects(module.name, base.get(module.name))
+    """True if a linear is named by target_modules and its weight by target_parameters. A router may
+    be: PEFT takes it as a parameter, since transformers 5 has no linear for it."""
+    if module.expert is not None or module.name.endswith(ROUTERS):
+        return False
+    is_parameter = targets_parameter(config, peft_parameter(module.name))
+    return is_parameter and selector.selects(module.name, base.get(module.name))
 
 
 def selector_of(config: AdapterConfig, targets: Names) -> Selector:

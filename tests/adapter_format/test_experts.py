@@ -105,6 +105,22 @@ def test_a_linear_that_two_fields_select_is_refused_as_peft_refuses_it() -> None
     adapter.with_config(exclude_modules=["q_proj"]).validate(sparse_geometry())
 
 
+@pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "v_proj", "gate"]], ids=str)
+def test_a_router_that_two_fields_select_is_taken_as_a_parameter(targets: object) -> None:
+    """As PEFT does: the router is no linear in transformers 5."""
+    router = Module("model.layers.0.block_sparse_moe.gate", "linear", HIDDEN, NUM_EXPERTS, False)
+    plain = sparse_geometry()
+    name = f"{PREFIX}model.layers.0.mlp.gate"
+    pair = {
+        f"{name}.lora_A.weight": Tensor("F32", (RANK, HIDDEN)),
+        f"{name}.lora_B.weight": Tensor("F32", (NUM_EXPERTS, RANK)),
+    }
+    adapter = Adapter().with_config(target_modules=targets, target_parameters=["gate.weight"])
+    geometry = replace(plain, modules=(*plain.modules, router))
+    report = adapter.with_tensors(pair).validate(geometry, allow_missing=True)
+    assert router.name in {module.name for module in report.modules if module.rank}
+
+
 @pytest.mark.parametrize("parameter", ["gate_up_proj", "down_proj"])
 def test_whole_experts_in_modules_to_save_are_refused_with_the_way_out(parameter: str) -> None:
     name = f"{CONTAINER}.{parameter}"
