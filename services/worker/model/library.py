@@ -36,7 +36,6 @@ from loraplex_services.worker.model.library_decoder import (
     body_name,
 )
 from loraplex_services.worker.ops.attention.backend import AttentionMaker
-from loraplex_services.worker.ops.attention.metadata import KvCacheParams
 from loraplex_services.worker.ops.lora.worklist import LoraBatch
 from loraplex_services.worker.types.model_config import KvHeads, ModelConfig
 
@@ -89,18 +88,7 @@ def _try(decoder: LibraryDecoder, maker: AttentionMaker) -> None:
     modules that the new ones lack."""
     ids = torch.zeros(2, dtype=torch.int64)
     positions, lora = torch.arange(2), LoraBatch((), {})
-    metadata = maker.metadata(
-        num_contexts=1,
-        num_generations=0,
-        num_tokens=2,
-        num_ctx_tokens=2,
-        seq_lens=torch.tensor([2]),
-        kv_cache_params=KvCacheParams(use_cache=False),
-        position_ids=positions,
-        max_num_requests=1,
-        max_num_tokens=2,
-    )
-    metadata.prepare()
+    metadata = maker.pass_metadata(positions)
     hidden = decoder.forward(ForwardBatch(ids, positions, metadata, lora))
     decoder.logits(hidden, lora)
 

@@ -207,7 +207,6 @@ class CodedLinear(BaseLinear):
         block_size = _block_size(weight)
         assert block_size is not None and weight.kind is not None, weight.scheme
         kind = KINDS[weight.kind]
-        self.scheme = weight.scheme
         self.out_features, self.in_features = weight.out_features, weight.in_features
         self._native = native
         self._order = weight.order

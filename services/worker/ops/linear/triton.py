@@ -118,7 +118,6 @@ class TritonCodedLinear(BaseLinear):
     def __init__(self, weight: CodedWeight) -> None:
         kind, lane_inputs = weight.kind, _lane_inputs(weight)
         assert kind is not None and lane_inputs is not None, weight.scheme
-        self.scheme = weight.scheme
         self.out_features, self.in_features = weight.out_features, weight.in_features
         self._kind, self._lane_inputs = kind, lane_inputs
         self._block_inputs = lane_inputs * LANES[kind]
