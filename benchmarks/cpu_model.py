@@ -35,7 +35,7 @@ SHAPES = {
 
 
 def base_options(doc: str | None, model: str = "135m") -> ArgumentParser:
-    """A parser of the options of every benchmark of an engine: its base, and a folder for it."""
+    """A parser of what every benchmark of an engine is told: its base, and a folder for models."""
     parser = options_of(doc)
     parser.add_argument("--model", choices=tuple(SHAPES), default=model)
     parser.add_argument("--work-dir", type=Path, required=True, help="keep models here")
@@ -45,7 +45,7 @@ def base_options(doc: str | None, model: str = "135m") -> ArgumentParser:
 def engine_options(
     doc: str | None, model: str = "135m", repetitions: int = 3, new_tokens: int = 64
 ) -> ArgumentParser:
-    """Those, and how much to measure."""
+    """The same, and how much to measure."""
     parser = base_options(doc, model)
     parser.add_argument("--repetitions", type=int, default=repetitions)
     parser.add_argument("--new-tokens", type=int, default=new_tokens)

@@ -6,10 +6,10 @@ Random weights, a context of 1k, one token a step, graphs on; adapters are disti
 arena. `step_ms` is one engine step with sampling, host included; `gpu_ms` the captured part alone.
 Every case is compared with a reference before it is timed (see `checks`).
 
-Two more tables follow. `contexts` holds the base with sequences of
-uneven lengths compared with even ones that have as many tokens together: the floor of both is the
-same, so their times should be. `base_only` holds the base in an engine with room for adapters, with
-64 of them resident, over an engine with room for one and none resident.
+Two more tables follow. `contexts` holds the base with sequences of uneven lengths compared with
+even ones that have as many tokens together: the floor of both is the same, so their times should
+be. `base_only` holds the base in an engine with room for adapters, with 64 of them resident, over
+an engine with room for one and none resident.
 """
 
 from __future__ import annotations

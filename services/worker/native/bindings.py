@@ -153,7 +153,7 @@ class Native:
         self.call(kernel, *operation, x, row_stride(x), *weight.words, result, x.dtype, *sizes)
 
     def add_lora(self, y: Tensor, x: Tensor, site_id: int, runs: Tensor) -> None:
-        """See `ops/lora`. y `[T, out]` is mutated; `runs` as `records.pack_runs` makes them."""
+        """See `ops/lora`. y `[T, out]` is mutated; `runs` as `pack_runs` makes them."""
         rows = x, row_stride(x), x.shape[1], y, row_stride(y), y.shape[1], y.dtype
         self.call("add_lora", *rows, site_id, runs, len(runs))
 

@@ -96,7 +96,7 @@ class AdapterFetcher:
         def settled(_: asyncio.Future[AdapterResidency]) -> None:
             self._disk.release(digest)
             if not arrival.cancelled():
-                arrival.exception()  # The next request meets it.
+                arrival.exception()  # asyncio would log it; the next request meets it again
 
         self._disk.lease(digest)
         arrival.add_done_callback(settled)
