@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from loraplex_services.worker.layers.native_operators import NativeOperators
 from loraplex_services.worker.native.elementwise import Operation
@@ -121,6 +122,27 @@ def test_rows_of_gates_come_back_in_the_order_of_the_weight(compiled, kind):
     joined, complete = CodedGate(compiled, weight, Operation.SILU), weight.dequantised()
     for begin, end in ((0, 192), (5, 6), (7, 7), (90, 101), (96, 192), (100, 171)):
         assert joined.weight_rows(begin, end).equal(complete[begin:end])
+
+
+class LargestFloats(TorchDispatchMode):
+    """Notes the most rows of a float32 tensor that torch makes."""
+
+    num_rows = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and result.dtype is torch.float32:
+            self.num_rows = max(self.num_rows, len(result))
+        return result
+
+
+def test_rows_on_both_sides_of_the_last_gate_do_not_widen_the_whole_weight(compiled):
+    weight = weight_in_codes((1024, 45), "int8", 32)
+    joined, complete = CodedGate(compiled, weight, Operation.SILU), weight.dequantised()
+    with LargestFloats() as largest:
+        rows = joined.weight_rows(500, 530)
+    assert rows.equal(complete[500:530])
+    assert largest.num_rows <= 64
 
 
 @pytest.mark.parametrize(

@@ -108,9 +108,14 @@ def _places_of_gates(num_outputs: int) -> Tensor:
 def _rows_of_gates(
     unpack: Callable[[int, int], Tensor], num_outputs: int, begin: int, end: int
 ) -> Tensor:
-    """Rows [begin, end) of a weight of gates, float32. `unpack` gives packed rows."""
+    """Rows [begin, end) of a weight of gates, float32. `unpack` gives packed rows: about twice as
+    many at a time as are wanted, since gates alternate with the outputs that they multiply."""
     if begin == end:
         return unpack(0, 1)[:0].float()
+    middle = num_outputs // 2
+    if begin < middle < end:  # the last gates lie far from the first of the other outputs
+        halves = (begin, middle), (middle, end)
+        return torch.cat([_rows_of_gates(unpack, num_outputs, *half) for half in halves])
     places = _places_of_gates(num_outputs)[begin:end]
     first, last = int(places.min()), int(places.max())
     return unpack(first, last + 1)[places - first].float()
