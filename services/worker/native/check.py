@@ -5,6 +5,7 @@ This guards against errors of compilers and processors that we have not tested.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,6 +20,7 @@ if TYPE_CHECKING:  # it imports this module
     from loraplex_services.worker.native.bindings import Native
 
 TOLERANCE = 1e-4
+FEW_ROWS = 5
 
 
 def computes_right(native: Native) -> bool:
@@ -52,7 +54,8 @@ def computes_right(native: Native) -> bool:
 def _products_of_codes(
     native: Native, x: Tensor, generator: torch.Generator
 ) -> list[tuple[Tensor, Tensor]]:
-    """(found, expected) of weights in each kind of codes, with a scale for each output."""
+    """(found, expected) of weights in each kind of codes, with a scale for each output: in one
+    block and in several, with many rows and with few, for which AMX has three kernels."""
     pairs, (num_panels, num_outputs, num_inputs) = [], (3, 70, x.shape[1])
     scales = torch.rand(num_panels, 1, 32, generator=generator) / 64
     for kind, num_values in ((CodeKind.INT8, 256), (CodeKind.INT4, 16), (CodeKind.FLOAT8, 127)):
@@ -67,8 +70,13 @@ def _products_of_codes(
         )
         dense = values * scales.flatten()[:num_outputs, None]
         pairs.append((native.linear_codes(x, weight), _product(x, dense)))
-        half = native.linear_codes(x.bfloat16(), weight).float()
-        pairs.append((half, _product(x.bfloat16().float(), dense).bfloat16().float()))
+        half = x.bfloat16()
+        expected = _product(half.float(), dense).bfloat16().float()
+        for block_size in (128, 16):
+            own = replace(weight, block_size=block_size)
+            for num_rows in (len(x), FEW_ROWS, 1):
+                found = native.linear_codes(half[:num_rows], own).float()
+                pairs.append((found, expected[:num_rows]))
     return pairs
 
 

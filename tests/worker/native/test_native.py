@@ -271,9 +271,14 @@ def test_a_library_that_computes_right_is_told_from_one_that_does_not(compiled, 
         patch.setattr(compiled, "linear", lambda x, packed, n: product(x, packed, n).roll(1, -1))
         assert not computes_right(compiled)
     coded = compiled.linear_codes
-    with monkeypatch.context() as patch:
-        patch.setattr(compiled, "linear_codes", lambda x, weight: coded(x, weight).roll(1, -1))
-        assert not computes_right(compiled)
+    for num_wrong in (13, 5, 1):  # rows of the products that are wrong
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                compiled,
+                "linear_codes",
+                lambda x, weight, wrong=num_wrong: coded(x, weight).roll(int(len(x) == wrong), -1),
+            )
+            assert not computes_right(compiled)
     drawn = compiled.draw
     monkeypatch.setattr(compiled, "draw", lambda scores, keys: drawn(scores, keys).roll(1))
     assert not computes_right(compiled)
