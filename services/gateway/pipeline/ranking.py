@@ -58,9 +58,11 @@ async def _cosines(
     embedded = await embed_all(generation, calls(prompts, Pooling.DEFAULT), Finish(normalize=True))
     vectors = embedded.vectors
     return embedded, [
-        _dot(vectors[index_of[first]], vectors[index_of[second]]) for first, second in pairs
+        cosine(vectors[index_of[first]], vectors[index_of[second]]) for first, second in pairs
     ]
 
 
-def _dot(first: Sequence[float], second: Sequence[float]) -> float:
-    return math.fsum(a * b for a, b in zip(first, second, strict=True))
+def cosine(first: Sequence[float], second: Sequence[float]) -> float:
+    """The cosine of vectors of length 1, which rounding would take out of its range."""
+    dot = math.fsum(a * b for a, b in zip(first, second, strict=True))
+    return min(max(dot, -1.0), 1.0)
