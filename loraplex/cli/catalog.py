@@ -100,9 +100,10 @@ _ORDERS: dict[str, Callable[[AdapterVersion], Any]] = {
 
 async def _list(args: argparse.Namespace) -> None:
     async with client_of(args) as client:
-        tenant, _, name = args.name.rpartition("/")
+        owner, _, name = args.name.rpartition("/")
+        tenant = args.tenant or owner
         versions = client.list(
-            tenant=args.tenant or tenant,
+            tenant=tenant,
             name=name,
             name_prefix=args.prefix,
             labels=dict(args.label),
@@ -110,6 +111,8 @@ async def _list(args: argparse.Namespace) -> None:
             all_versions=args.all or bool(args.name),
         )
         found = await _ordered(versions, args.sort, args.limit)
+        if name and not (found or args.prefix or args.label or args.base):
+            await client.get(f"{tenant}/{name}" if tenant else name)  # raises NotFound, with a hint
     header = ("NAME", "VERSION", "TAGS", "DIGEST", "RANK", "SIZE", "BASE", "CREATED", "CREATOR")
     show_table(header, found, _row, as_json=args.json)
 

@@ -81,6 +81,16 @@ def test_lists_are_sorted_and_cut(published: Any) -> None:
     assert [each["name"] for each in first] == ["day-a"]
 
 
+def test_the_list_of_a_name_that_nobody_has_is_an_error_and_an_empty_selection_is_not(
+    published: Any,
+) -> None:
+    code, error = published.error("list", "day-d")
+    assert (code, error["code"]) == (7, "NOT_FOUND")
+    assert "there is no adapter default/day-d" in error["message"]
+    for nothing in (("--prefix", "day-d"), ("day-a", "--label", "kind=z")):
+        assert published.lines("list", *nothing) == []
+
+
 def test_an_error_says_what_is_missing_and_what_exists(published: Any) -> None:
     def message(ref: str) -> str:
         code, error = published.error("show", ref)
