@@ -110,6 +110,10 @@ COUNTS = {
     "MAX_FORM_PARTS": "parts of a form that uploads a file",
     "MAX_FORM_VALUE_BYTES": "of a field of such a form",
     "MAX_OPEN_UPLOADS_PER_TENANT": "unfinished uploads of a tenant; their bytes count in its quota",
+    "MAX_VERSIONS_PER_ADAPTER": "versions of an adapter that are not deleted; a further one is "
+    "refused with `RESOURCE_EXHAUSTED` and the reason `TOO_MANY_VERSIONS`",
+    "MAX_TAGS_PER_ADAPTER": "tags of an adapter, deleted ones included; a further one, except "
+    "`latest`, is refused with `RESOURCE_EXHAUSTED` and the reason `TOO_MANY_TAGS`",
     "MAX_COMPILED_GRAMMAR_BYTES": "of memory of a compiled grammar",
     "MAX_OPENINGS": "uploads that one registry begins at a time; others wait",
     "MAX_OPENINGS_PER_TENANT": "of these for one tenant",

@@ -292,6 +292,14 @@ MAX_FORM_VALUE_BYTES = 1 * KIB
 """Most bytes of a field of a form that is not a file."""
 MAX_OPEN_UPLOADS_PER_TENANT = 1000
 """Most uploads that a tenant has begun and not finished."""
+MAX_VERSIONS_PER_ADAPTER = 10_000
+"""Most versions of an adapter that are not deleted. Some calls read all of them, and the metadata
+server answers no other call meanwhile. Updates with `keep_versions` delete older ones, so a trainer
+may publish any number."""
+MAX_TAGS_PER_ADAPTER = 1000
+"""Most tags of an adapter; `latest` is always allowed. Deleted ones count, because their history is
+kept. Each look-up of one of its versions reads all tags, also for another tenant that may not see
+it."""
 MAX_OPENINGS = 32
 """Most uploads that one registry begins at the same time; each takes several writes to the object
 store."""

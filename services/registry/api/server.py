@@ -86,6 +86,8 @@ class RegistryService(PublishService):
             raise Unsupported.field("reason", reason, "staged moves do not record one")
         expect = parse_expect(request.expect) if request.HasField("expect") else None
         tags = self._registry.tags
+        if not request.delete:
+            await tags.check_new(tenant, name, [address.tag])
         if request.rollback:
             version = request.rollback_version
             record = await tags.rollback(address, version, expect, access.actor, reason)

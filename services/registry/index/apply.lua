@@ -29,10 +29,13 @@ local function generation_of(value)
   return tonumber(string.match(value, '^%d+'))
 end
 
+-- What is live of the tenant, and how many versions of the adapter. Where an earlier build indexed some
+-- of them, that number is too low until the index is rebuilt.
 local function count_use(item, sign)
   local use = item.use
   redis.call('HINCRBY', ns .. 'use:' .. use.tenant, 'bytes', sign * use.bytes)
   redis.call('HINCRBY', ns .. 'use:' .. use.tenant, 'versions', sign)
+  redis.call('HINCRBY', ns .. item.key, 'live', sign)
   for _, sha in ipairs(use.blobs) do
     if redis.call('HINCRBY', ns .. 'blobs:' .. use.tenant, sha, sign) <= 0 then
       redis.call('HDEL', ns .. 'blobs:' .. use.tenant, sha)

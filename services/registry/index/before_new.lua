@@ -1,8 +1,8 @@
 -- What the number of a new version depends on, where no version had its digest.
 -- KEYS[1] = prefix; ARGV = the position seen before (epoch, sequence), scope, digest.
--- Returns {epoch, sequence, {highest number, the first version or ''}}, with nil instead of the last
--- where a version had this digest or a number is missing, or false where there is no index or it is
--- behind that position.
+-- Returns {epoch, sequence, {highest number, how many are not deleted, the first version or ''}}, with
+-- nil instead of the last where a version had this digest or a number is missing, or false where there
+-- is no index or it is behind that position.
 local epoch = redis.call('GET', KEYS[1] .. 'epoch')
 if not epoch then return false end
 local sequence = tonumber(redis.call('GET', KEYS[1] .. epoch .. ':seq') or '0')
@@ -25,4 +25,5 @@ if count ~= highest or count == 0 then
   if count > 0 then redis.call('HSET', key, 'count', count, 'highest', highest) end
 end
 if count ~= highest then return {epoch, sequence, false} end
-return {epoch, sequence, {highest, redis.call('HGET', key, 'v1') or ''}}
+local live = tonumber(redis.call('HGET', key, 'live') or '0')
+return {epoch, sequence, {highest, live, redis.call('HGET', key, 'v1') or ''}}

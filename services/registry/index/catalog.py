@@ -15,8 +15,8 @@ empty or behind. All keys, without their prefix `loraplex:`:
     <epoch>:names            ZSET of scopes with a live version, ordered by name
     <epoch>:shared           ZSET of those of them that other tenants may see
     <epoch>:a:<scope>        HASH v<number> -> version, d:<digest> -> number, adapter, newest and
-                             p<number> (see apply.lua), count and highest of all numbers, and
-                             lasting if a version is or was not ephemeral
+                             p<number> (see apply.lua), count and highest of all numbers, live (how
+                             many are not deleted), and lasting if a version is or was not ephemeral
     <epoch>:t:<scope>        HASH tag -> tag
                              (both end some time after the last of ephemeral versions only)
     <epoch>:staged           ZSET of "<tag> <scope>" by the time that its staged move ends
@@ -147,8 +147,7 @@ class Catalog:
 
     async def forget_pending(self, operations: Iterable[str]) -> None:
         """Remove notes whose scopes were read again."""
-        ids = list(operations)
-        if ids:
+        if ids := list(operations):
             async with translated():
                 await wait(self._redis.hdel(f"{PREFIX}pending", *ids))
 
@@ -157,8 +156,7 @@ class Catalog:
 
         `operation` is the pending note to remove in the same transaction.
         """
-        change = IndexChange(scope, items, operation)
-        await self._patiently(lambda: self._changes.ask(change))
+        await self._patiently(lambda: self._changes.ask(IndexChange(scope, items, operation)))
 
     async def _apply_all(self, changes: Sequence[IndexChange]) -> list[None]:
         """Several `apply` in one round trip, all or nothing."""
@@ -179,13 +177,19 @@ class Catalog:
         and some tags (its selector says how many), and `adapter` neither versions nor tags."""
         return await self._lookups.ask((scope, kind, selector))
 
-    async def before_new(self, scope: str, digest: str) -> tuple[int, list[VersionRecord]] | None:
-        """(highest number, the first version if there is one) of an adapter. None = a version had
-        this digest, or the index lacks a number: the objects decide."""
+    async def before_new(
+        self, scope: str, digest: str
+    ) -> tuple[int, int, list[VersionRecord]] | None:
+        """(highest number, how many are not deleted, the first version if there is one) of an
+        adapter. None = a version had this digest, or a number is missing: the objects decide."""
         found = await self._run("before_new", [scope, digest])
         if found is None:
             return None
-        return int(found[0]), [_record(VersionRecord, found[1])] if found[1] else []
+        return int(found[0]), int(found[1]), [_record(VersionRecord, v) for v in found[2:] if v]
+
+    async def num_tags(self, scope: str) -> int:
+        """How many tags an adapter has, deleted ones included."""
+        return int(await self._patiently(lambda: self._run("read", ["HLEN", f"t:{scope}"])))
 
     async def _find_all(self, wanted: Sequence[tuple[str, str, str]]) -> list[Found]:
         """Several `find` in one round trip."""
@@ -263,11 +267,9 @@ class Catalog:
         self, epoch: str, after: int, count: int, block_ms: int | None
     ) -> list[tuple[int, dict[str, Any]]]:
         """(number, event) after a number, waiting up to `block_ms` for the first one."""
-        stream = f"{PREFIX}{epoch}:events"
+        position: Any = {f"{PREFIX}{epoch}:events": f"{after}-0"}
         async with translated():
-            answer: Any = await self._redis.xread(
-                {stream: f"{after}-0"}, count=count, block=block_ms
-            )
+            answer: Any = await self._redis.xread(position, count=count, block=block_ms)
         entries = answer[0][1] if answer else []
         return [(int(text(id_).split("-")[0]), json.loads(f[b"e"])) for id_, f in entries]
 
@@ -319,10 +321,8 @@ class Catalog:
             info = await self._redis.info("memory")
         policy = info.get("maxmemory_policy", "")
         if info.get("maxmemory") and policy.startswith("allkeys"):
-            raise CatalogDown(
-                f"metadata server: its maxmemory-policy {policy} may evict parts of the index; "
-                "set noeviction"
-            )
+            why = f"its maxmemory-policy {policy} may evict parts of the index; set noeviction"
+            raise CatalogDown(f"metadata server: {why}")
 
     async def memory_bytes(self) -> tuple[int, int]:
         """How much the metadata server uses, and its maxmemory; 0 = no limit."""

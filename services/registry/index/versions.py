@@ -41,9 +41,9 @@ class Versions:
 
     async def of_content(
         self, tenant: str, name: str, digest: str
-    ) -> tuple[int, list[VersionRecord]]:
-        """(highest number, versions by number): every version if one may have this content, and
-        otherwise just the first.
+    ) -> tuple[int, int, list[VersionRecord]]:
+        """(highest number, how many are not deleted, versions by number): every version if one may
+        have this content, and otherwise just the first.
 
         An adapter that a trainer updates has thousands of versions, and nearly every update is new.
         The index tells, as long as it lacks no number below the highest. A version above that it
@@ -53,8 +53,13 @@ class Versions:
             found = await self._catalog.before_new(scope_of(tenant, name), digest)
             if found is not None:
                 return found
+        return await self.counted(tenant, name)
+
+    async def counted(self, tenant: str, name: str) -> tuple[int, int, list[VersionRecord]]:
+        """(highest number, how many are not deleted, every version by number). By the objects."""
         records = await self.of(tenant, name)
-        return records[-1].version if records else 0, records
+        num_live = sum(not record.deleted for record in records)
+        return records[-1].version if records else 0, num_live, records
 
     async def shown_name(self, tenant: str, name: str) -> str:
         """The name of an adapter as it was first published; in lower case if there is no such

@@ -8,8 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from loraplex.adapter_format import File
+from loraplex.errors import ResourceExhausted
 from loraplex_services.common import documents
 from loraplex_services.common.documents import Seen
+from loraplex_services.common.limits import MAX_VERSIONS_PER_ADAPTER
 from loraplex_services.common.objects import ObjectStore
 from loraplex_services.registry import layout
 from loraplex_services.registry.access.tenants import Tenants
@@ -42,6 +44,8 @@ class Draft:
     record: VersionRecord
     last: int
     """Highest number of the adapter's versions."""
+    num_live: int
+    """How many of them are not deleted."""
     records: list[VersionRecord]
     """As `Versions.of_content` returns them."""
     tags: dict[str, Seen[TagRecord]]
@@ -49,13 +53,26 @@ class Draft:
 
     def claim(self, session: UploadSession) -> Claim:
         """The newest version that has the same content for as long as is asked, or else a new
-        one, created now."""
+        one, created now.
+
+        Only one of several publications at the same time gets the next number, and the others draft
+        again. So none of them exceeds the limit.
+
+        Raises: ResourceExhausted if the adapter has too many versions for a new one.
+        """
         options = session.options
         for record in reversed(self.records):
             if _same_content(record, self.record) and _lives_as_long(record, options):
                 return Claim(record, record.upload_id == session.upload_id, exists=True)
         created_s = now_s()
         spelling = self.records[0].shown_name if self.records else options.spelling
+        if self.num_live >= MAX_VERSIONS_PER_ADAPTER:
+            why = (
+                f"{options.tenant}/{spelling or options.name} has {self.num_live} versions, and an "
+                f"adapter has at most {MAX_VERSIONS_PER_ADAPTER}; delete some with 'registry "
+                "delete', or publish updates with keep_versions, which deletes older ones"
+            )
+            raise ResourceExhausted.field("name", options.name, why, reason="TOO_MANY_VERSIONS")
         record = dataclasses.replace(
             self.record,
             version=self.last + 1,
@@ -79,20 +96,26 @@ class Claims:
     async def draft(
         self, session: UploadSession, inspected: Inspected, files: Sequence[File]
     ) -> Draft:
-        """Read what `claim` decides by. Changes nothing."""
+        """Read what `claim` decides by. Changes nothing.
+
+        Raises: ResourceExhausted if the adapter cannot have the publication's tags.
+        """
         options = session.options
         record = _record(session, inspected, files)
-        (last, records), tags = await asyncio.gather(
+        (last, num_live, records), tags, _ = await asyncio.gather(
             self.versions.of_content(options.tenant, options.name, record.digest),
             self._look_at_tags(session),
+            self.tags.check_new(options.tenant, options.name, options.tags),
         )
-        return Draft(record, last, records, tags)
+        return Draft(record, last, num_live, records, tags)
 
     async def draft_again(self, session: UploadSession, draft: Draft) -> Draft:
         """The same by the objects, because the index may not know the newest version yet."""
-        records = await self.versions.of(session.options.tenant, session.options.name)
-        last = records[-1].version if records else 0
-        return Draft(draft.record, last, records, await self._look_at_tags(session))
+        last, num_live, records = await self.versions.counted(
+            session.options.tenant, session.options.name
+        )
+        tags = await self._look_at_tags(session)
+        return Draft(draft.record, last, num_live, records, tags)
 
     async def carry_out(
         self, session: UploadSession, draft: Draft, claim: Claim, stored: asyncio.Task[None]

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import secrets
 from collections.abc import Callable, Sequence, Set
 
 from loraplex.api.registry import TagTarget
-from loraplex.errors import AdapterNotFound, Conflict, InvalidRequest, NotFound
-from loraplex.refs import is_digest
+from loraplex.errors import AdapterNotFound, Conflict, InvalidRequest, NotFound, ResourceExhausted
+from loraplex.refs import LATEST, is_digest
 from loraplex_services.common import documents
 from loraplex_services.common.documents import Seen
+from loraplex_services.common.limits import MAX_TAGS_PER_ADAPTER
 from loraplex_services.common.objects import After, ObjectStore
 from loraplex_services.registry import layout
 from loraplex_services.registry.access.audit import Audit
@@ -70,6 +72,33 @@ class Tags:
     async def look(self, address: TagAddress) -> Seen[TagRecord]:
         """A tag from the objects, for a `move` that is to follow."""
         return await documents.look(self.store, address.key, TagRecord)
+
+    async def check_new(self, tenant: str, name: str, tags: Sequence[str]) -> None:
+        """Check that an adapter may have these tags. `latest`, and those that it has or had, are
+        always allowed.
+
+        Calls that add tags at the same time may exceed the limit by what they add: the index
+        follows the objects, and only the objects could refuse one of two writers.
+
+        Raises: ResourceExhausted.
+        """
+        named = [tag for tag in dict.fromkeys(tags) if tag != LATEST]
+        if not named:
+            return
+        num_tags = await self.catalog.num_tags(scope_of(tenant, name))
+        if num_tags + len(named) <= MAX_TAGS_PER_ADAPTER:
+            return
+        addresses = [TagAddress(tenant, name, tag) for tag in named]
+        found = await asyncio.gather(*map(self.read, addresses))
+        new = [tag for tag, record in zip(named, found, strict=True) if record is None]
+        if new and num_tags + len(new) > MAX_TAGS_PER_ADAPTER:
+            raise ResourceExhausted.field(
+                "tags",
+                " ".join(new),
+                f"{tenant}/{name} has {num_tags} tags with the deleted ones, and an adapter has at "
+                f"most {MAX_TAGS_PER_ADAPTER}; move one of these, or name versions by number",
+                reason="TOO_MANY_TAGS",
+            )
 
     async def move(
         self,

@@ -22,15 +22,25 @@ async def test_the_index_knows_the_highest_number_and_the_first_version(
         await publish(registry, "sql", seed)
     await registry.deletion.version("default", "sql", 3, "tester", force=True, purge=False)
     monkeypatch.setattr(registry.store, "list_objects", None)
-    last, records = await registry.versions.of_content("default", "sql", OTHER)
-    assert (last, [record.version for record in records]) == (3, [1])
-    assert await registry.versions.of_content("default", "new", OTHER) == (0, [])
+    last, num_live, records = await registry.versions.of_content("default", "sql", OTHER)
+    assert (last, num_live, [record.version for record in records]) == (3, 2, [1])
+    assert await registry.versions.of_content("default", "new", OTHER) == (0, 0, [])
 
 
 async def test_a_digest_that_a_version_has_is_looked_up_in_the_objects(registry: Registry) -> None:
     versions = [(await publish(registry, "sql", seed)).version for seed in (1, 2, 3)]
-    last, records = await registry.versions.of_content("default", "sql", versions[1].digest)
-    assert (last, [record.version for record in records]) == (3, [1, 2, 3])
+    digest = versions[1].digest
+    last, num_live, records = await registry.versions.of_content("default", "sql", digest)
+    assert (last, num_live, [record.version for record in records]) == (3, 3, [1, 2, 3])
+
+
+async def test_a_rebuilt_index_knows_how_many_versions_are_not_deleted(registry: Registry) -> None:
+    for seed in (1, 2, 3):
+        await publish(registry, "sql", seed)
+    await registry.deletion.version("default", "sql", 2, "tester", force=True, purge=False)
+    await registry.indexer.rebuild()
+    last, num_live, _ = await registry.versions.of_content("default", "sql", OTHER)
+    assert (last, num_live) == (3, 2)
 
 
 async def test_an_index_that_lacks_a_number_is_not_believed(
@@ -42,8 +52,8 @@ async def test_an_index_that_lacks_a_number_is_not_believed(
     async with redis.asyncio.Redis.from_url(metadata_url) as client:
         await client.hdel(key, "v2")
         await client.hincrby(key, "count", -1)
-    last, records = await registry.versions.of_content("default", "sql", OTHER)
-    assert (last, [record.version for record in records]) == (3, [1, 2, 3])
+    last, num_live, records = await registry.versions.of_content("default", "sql", OTHER)
+    assert (last, num_live, [record.version for record in records]) == (3, 3, [1, 2, 3])
 
 
 @pytest.mark.hostile

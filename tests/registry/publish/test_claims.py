@@ -20,8 +20,8 @@ async def test_a_number_that_was_taken_is_noticed_while_the_bytes_are_still_stor
     await publish(registry, "sql", 1)
     put = registry.store.put_if_absent
 
-    async def outdated(scope: str, digest: str) -> tuple[int, list[VersionRecord]]:
-        return 0, []
+    async def outdated(scope: str, digest: str) -> tuple[int, int, list[VersionRecord]]:
+        return 0, 0, []
 
     async def slow(key: str, *args: Any, **options: Any) -> str:
         await asyncio.sleep(0.3 if key.startswith(layout.BLOBS) else 0.1)
