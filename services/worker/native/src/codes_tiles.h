@@ -218,8 +218,7 @@ private:
         config.set(4, own, code_rows * 4);
         config.set(5, other, code_rows * 4);
         for (int tile : {6, 7}) config.set(tile, code_rows, kTileBytes);
-        flush();
-        _tile_loadconfig(&config);
+        config.load();
     }
 
     // The compiler does not know that tiles are loaded from memory and stored there.

@@ -148,8 +148,7 @@ private:
             config.set(3 + block, kTileRows, static_cast<uint16_t>(4 * count));
         }
         config.set(6, static_cast<uint8_t>(num_a), kTileBytes);
-        before_tiles();
-        _tile_loadconfig(&config);
+        config.load();
     }
 
     // Sums of two tiles of columns in tiles 0 and 1, factors in 4, pairs of rows of B in 6 and 7. The last rows that
@@ -168,8 +167,7 @@ private:
             config.set(5, rest, bytes);
         }
         for (int tile : {6, 7}) config.set(tile, static_cast<uint8_t>(num_pairs), kTileBytes);
-        before_tiles();
-        _tile_loadconfig(&config);
+        config.load();
     }
 
     // Whether the registers have another configuration, which this one then replaces.
