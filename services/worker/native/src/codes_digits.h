@@ -21,8 +21,8 @@ struct DigitRows {
 
     static constexpr int64_t kChunk = 64;  // inputs
     static constexpr int64_t kMoreFactors = 8;  // rows of zeros that tiles may read
-    // Sums of products are 2^shift times as large as they should be, and factors as small. AMX multiplies
-    // four-bit codes as the upper halves of bytes, less the middle.
+    // Sums of products are 2^shift times as large as they should be, and factors as small: tiles of AMX multiply
+    // four-bit codes as the upper halves of bytes.
     static constexpr int shift_of([[maybe_unused]] Code kind) {
 #if defined(__AMX_INT8__)
         return kind == Code::kInt4 ? 4 : 0;
@@ -51,7 +51,7 @@ struct DigitRows {
             std::memset(own + num_factors, 0, num_zeros * sizeof(float));
         }
         const int32_t times = 1 << shift_of(kind), zero = g.zeros == nullptr ? static_cast<int32_t>(g.zero) : 0;
-        
+
         loop(g.num_rows, is_alone, [&](int64_t row) {
             int8_t* last = at(row, padded - kChunk);
             std::memset(last, 0, kChunk);

@@ -193,7 +193,7 @@ private:
         add_group(last);
     }
 
-    // Of a block.
+    // Of a block, of which the last may have fewer.
     int64_t inputs_of(int64_t block) const {
         return smaller(g_.block_size, g_.num_inputs - block * g_.block_size);
     }
@@ -264,7 +264,7 @@ private:
         flush();
     }
 
-    // The first rows and two tiles of codes; goes on to the next. Calls meanwhile(0) and meanwhile(1).
+    // Multiplies the first rows by two tiles of codes, and goes on to two more. Calls meanwhile(0) and meanwhile(1).
     template <Which kWhich, class In, class F>
     [[gnu::always_inline]] static void multiply_tiles(const In* in, int64_t stride, Tiles& tiles, const F& meanwhile) {
         _tile_loadd(4, in, stride);
