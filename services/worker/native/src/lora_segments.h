@@ -15,7 +15,7 @@ constexpr int64_t kMinTaskRows = 16, kTaskRows = 48;  // 8 take as long to multi
 constexpr int64_t kMinTaskRows = 8, kTaskRows = 48;
 #endif
 
-// As `records.py` writes them, in int64 words.
+// As `cpu_records.py` writes them, in int64 words.
 struct Tile {
     int64_t address, row_begin, row_end, col_begin, col_end, dtype;
 };
