@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
+import pytest
+
 TESTS = """
 import torch
 
@@ -40,6 +42,7 @@ def test_last():
 """
 
 
+@pytest.mark.long
 def test_tests_after_an_error_of_the_device_run_in_another_process(tmp_path: Path) -> None:
     (tmp_path / "test_device.py").write_text(TESTS)
     options = ["-q", "-n", "1", "-p", "tests.worker.conftest", "-p", "no:cacheprovider"]
