@@ -7,8 +7,6 @@ in every repetition; greedy; all requests at once. The sides alternate. Prints r
 `results/<machine>/cpu_decode.json`; `--join` adds repetitions to those in the file. Numbers compare
 within one run only. On a machine that other processes use, set OMP_NUM_THREADS=1: OpenMP, which the
 peer uses, waits for threads that the system has taken away, so one thread per side is fairer.
-`--second-isa avx512` adds a third side: this engine on another instruction set, in the dtype that
-it computes this base in.
 
 The first requests decode while prompts of the last ones are computed in steps of 0.2 s, as in a
 worker. Where prompts take so long that no step decodes all requests (a step is then NaN), more
@@ -64,17 +62,12 @@ def main() -> None:
     ours.touch()
     loads = {"loraplex": ours.load(folders)}
     sides: dict[str, Any] = {"loraplex": ours}
-    if args.second_isa:
-        other = OurEngine(base, "auto", args.second_isa, arena_bytes, **limit)
-        loads["second_isa"] = other.load(folders)
-        sides["second_isa"] = other
     if args.peer:
         sides["peft"] = peer = PeftMixed(base, args.peer_dtype, NUM_THREADS)
     cases = [tuple(map(int, case.split("x"))) for case in args.cases.split(",")]
     measure(results, sides, [case for case in cases if case[1] == 0], shape, args)
     alone = [case for case in cases if case[1] not in (0, case[0])]
-    own = {name: side for name, side in sides.items() if name != "peft"}
-    measure(results, own, alone, shape, args)
+    measure(results, {"loraplex": ours}, alone, shape, args)
     if args.peer:
         loads["peft"] = peer.load(folders)
     measure(results, sides, [case for case in cases if case[1] == case[0]], shape, args)
@@ -89,7 +82,6 @@ def parse_args() -> Namespace:
     parser.add_argument("--adapters", type=int, default=32)
     parser.add_argument("--dtype", default="bfloat16" if half_is_fast("auto") else "float32")
     parser.add_argument("--cpu-isa", default="auto")
-    parser.add_argument("--second-isa", default="", help="another instruction set to compare with")
     parser.add_argument("--no-peer", dest="peer", action="store_false")
     parser.add_argument("--peer-dtype", default="bfloat16" if half_is_fast("auto") else "float32")
     parser.add_argument("--arena-bytes", type=int, help="by default, all adapters fit")
@@ -112,7 +104,7 @@ def joined(args: Namespace, limits: dict[str, float]) -> tuple[Results, dict[str
         SystemExit: naming an option that was another when the file was made.
     """
     found = read_results(args.name)
-    for key in ("model", "new_tokens", "dtype", "cpu_isa", "second_isa", "peer_dtype"):
+    for key in ("model", "new_tokens", "dtype", "cpu_isa", "peer_dtype"):
         if found["options"][key] != getattr(args, key):
             raise SystemExit(f"--join: {key} was {found['options'][key]} before")
     runs = {
@@ -150,11 +142,6 @@ def measure(
                 )
 
 
-def ratio(ours: Sequence[Run], theirs: Sequence[Run], field: str) -> float:
-    """Our median over theirs."""
-    return median(ours, field) / median(theirs, field)
-
-
 def report(
     shape: Shape,
     args: Namespace,
@@ -172,16 +159,14 @@ def report(
         row["step_over_base"] = median(ours, "step_s") / median(base, "step_s")
         row["step_cpu_over_base"] = median(ours, "step_cpu_s") / median(base, "step_cpu_s")
         row["step_over_floor"] = median(ours, "step_s") / floor_s(shape, case, limits)
-        if "second_isa" in sides:
-            row["step_cpu_over_second_isa"] = ratio(ours, sides["second_isa"], "step_cpu_s")
-            row["cpu_over_second_isa"] = ratio(ours, sides["second_isa"], "cpu_s")
-            row["wall_over_second_isa"] = ratio(ours, sides["second_isa"], "wall_s")
         if "peft" in sides:
             peer = sides["peft"]
             row["speed_over_peft"] = median(peer, "wall_s") / median(ours, "wall_s")
             row["speed_over_peft_cpu"] = median(peer, "cpu_s") / median(ours, "cpu_s")
             row["step_over_peft_cpu"] = median(peer, "step_cpu_s") / median(ours, "step_cpu_s")
-            row["first_token_over_peft"] = ratio(ours, peer, "first_token_s")
+            row["first_token_over_peft"] = median(ours, "first_token_s") / median(
+                peer, "first_token_s"
+            )
         rows.append({key: round(v, 3) if isinstance(v, float) else v for key, v in row.items()})
     columns = list(dict.fromkeys(key for row in rows for key in row))
     print("| " + " | ".join(columns) + " |\n|" + "---|" * len(columns))
