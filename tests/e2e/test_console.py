@@ -158,6 +158,21 @@ def test_an_adapter_has_a_page_on_which_its_tags_are_moved(page: Page, stack: St
     assert "v9" in (page.text_content("#change-error") or "")
 
 
+def test_a_command_is_copied_where_the_browser_offers_no_clipboard(
+    page: Page, stack: Stack
+) -> None:
+    """As to pages that came from another machine without TLS."""
+    page.goto(f"{stack.http}/#adapters/default/upper")
+    page.evaluate("Object.defineProperty(navigator, 'clipboard', { value: undefined })")
+    page.click("button[aria-label='Copy the command']")
+    page.wait_for_selector("button:text-is('Copied')")
+    page.click("nav a[href='#playground']")
+    page.fill("#prompt", "")
+    page.focus("#prompt")
+    page.keyboard.press("Control+V")
+    assert page.input_value("#prompt").startswith(f"curl {stack.http}/v1/completions")
+
+
 def test_every_control_has_a_name_and_both_modes_fit_a_phone(page: Page) -> None:
     nameless = page.evaluate(
         """() => [...document.querySelectorAll('button, input, select, textarea, a, svg[role=img]')]
@@ -202,4 +217,4 @@ def test_errors_are_shown_where_the_answer_would_be(page: Page) -> None:
     page.fill("#prompt", "x=")
     page.click("#run")
     page.wait_for_selector(".answer[aria-label=nobody].failed")
-    assert "nobody" in page.text_content(".answer[aria-label=nobody] footer")
+    assert "nobody" in page.text_content(".answer[aria-label=nobody] p")

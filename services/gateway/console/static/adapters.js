@@ -130,16 +130,16 @@ export class Adapters {
     const auth = key.get() ? ' -H "authorization: Bearer $LORAPLEX_API_KEY"' : "";
     const command = `curl ${location.origin}/v1/completions${auth} -H 'content-type: application/json' -d '${JSON.stringify({ model: full, prompt: "Hello", max_tokens: 32 })}'`;
     return [
-      h("div", { className: "head" }, h("h2", {}, full), h("p", {}, `${count(adapter.num_versions)} ${adapter.num_versions === 1 ? "version" : "versions"}`),
+      h("div", { className: "head" }, h("h1", {}, full), h("p", {}, `${count(adapter.num_versions)} ${adapter.num_versions === 1 ? "version" : "versions"}`),
         h("span", { className: "tools" }, h("button", { className: "primary", type: "button", onclick: () => this.onTry(full) }, "Try it"))),
       adapter.may_change ? this.descriptionForm(full, newest.description ?? "") : newest.description ? h("p", {}, newest.description) : null,
       adapter.problem ? h("p", { className: "note error" }, `The registry is unreachable, so this is not all: ${adapter.problem}`) : null,
       h("dl", { className: "panel about" }, ...facts.map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, value)))),
-      h("p", { className: "row command" }, h("code", {}, command), copyButton(command, "Copy the command")),
-      h("h3", {}, "Tags"),
+      h("p", { className: "row command" }, h("code", { tabIndex: 0 }, command), copyButton(command, "Copy the command")),
+      h("h2", {}, "Tags"),
       h("div", { className: "panel scroll" }, h("table", {}, h("tbody", {}, ...adapter.tags.map((tag) => this.tagRow(adapter, full, tag))))),
       adapter.may_change ? this.tagForm(full) : null,
-      h("h3", {}, "Versions"),
+      h("h2", {}, "Versions"),
       h("div", { className: "panel scroll" }, h("table", {}, h("tbody", {}, ...adapter.versions.map((version) => this.versionRow(adapter, full, version))))),
       h("p", { className: "note error", id: "change-error", role: "alert", hidden: true }),
     ].filter(Boolean);
@@ -206,11 +206,22 @@ export class Adapters {
 export function copyButton(text, label) {
   const button = h("button", { className: "quiet", type: "button", "aria-label": label }, "Copy");
   button.addEventListener("click", async () => {
-    await navigator.clipboard.writeText(typeof text === "function" ? text() : text);
+    await copy(typeof text === "function" ? text() : text, button);
     button.textContent = "Copied";
     setTimeout(() => { button.textContent = "Copy"; }, 1500);
   });
   return button;
+}
+
+/** Browsers offer their clipboard only to pages that came by HTTPS or from this machine. */
+async function copy(text, button) {
+  if (navigator.clipboard) return navigator.clipboard.writeText(text);
+  const area = h("textarea", { value: text, className: "hidden" });
+  button.after(area);
+  area.select();
+  document.execCommand("copy");
+  area.remove();
+  button.focus();
 }
 
 function when(unixS) {

@@ -17,6 +17,7 @@ export const byId = (id) => document.getElementById(id);
 export function count(value) {
   if (value >= 1e6) return `${(value / 1e6).toFixed(1)}M`;
   if (value >= 1e4) return `${(value / 1e3).toFixed(1)}k`;
+  if (value < 1) return String(+value.toFixed(2));
   return value >= 9.95 || Number.isInteger(value) ? value.toFixed(0) : value.toFixed(1);
 }
 

@@ -116,7 +116,7 @@ export class Playground {
     if (!left || !right || left === right) return byId("difference").replaceChildren();
     const [first, second] = difference(words(left.text.textContent), words(right.text.textContent));
     byId("difference").replaceChildren(...[[left, first], [right, second]].map(([answer, parts]) =>
-      h("article", { className: "answer", "aria-label": `Difference of ${answer.model}` }, h("h3", {}, answer.model),
+      h("article", { className: "answer", "aria-label": `Difference of ${answer.model}` }, h("h2", {}, answer.model),
         h("pre", {}, ...parts.map(([word, isCommon]) => (isCommon ? word : h("mark", {}, word)))))));
   }
 
@@ -136,9 +136,9 @@ class Answer {
     this.version = h("span", {});
     this.thought = h("pre", { className: "thought", hidden: true });
     this.text = h("pre", { tabIndex: 0, "aria-label": `Answer of ${model}` });
-    this.facts = h("footer", { role: "status" }, "waiting");
+    this.facts = h("p", { role: "status" }, "waiting");
     this.element = h("article", { className: "answer busy", "aria-label": model },
-      h("h3", {}, model, this.version, copyButton(() => this.text.textContent, `Copy the answer of ${model}`)), this.thought, this.text, this.facts);
+      h("h2", {}, model, this.version, copyButton(() => this.text.textContent, `Copy the answer of ${model}`)), this.thought, this.text, this.facts);
   }
 
   async ask([path, body], signal, onNeedsKey) {
