@@ -1,4 +1,5 @@
-// Products of codes with dot products of bfloat16 pairs.
+// Products of codes with dot products of bfloat16 pairs. The loops are those of `RegisterPanels` in
+// gemm_codes.cpp: blocks of a panel, groups of rows, two vectors of outputs, and the quads of the block.
 #pragma once
 #include "codes.h"
 #include "pairs.h"

@@ -5,6 +5,10 @@
 // added to the totals while the next ones are computed: vectors and tiles exchange data through memory, and
 // would wait for each other otherwise. What is done for each block stays in registers as far as possible,
 // because the number of instructions is what limits four rows and more.
+//
+// A tile's 16 rows are the high and low digits of 8 rows, or 16 rows in bfloat16. Up to 8 rows take one tile, and
+// go through the blocks of a panel with totals in registers. More rows are cut into groups of two tiles: for each
+// block of inputs, each group times the block gives 2 x 2 tiles of sums, which are added to totals in memory.
 #pragma once
 #include <utility>
 

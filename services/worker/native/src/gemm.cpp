@@ -6,6 +6,10 @@
 // bytes. bfloat16 pairs lanes (low half of word i = output i, high half = output kLanes + i), so one
 // shift and one mask widen a whole panel row.
 //
+// A task is up to 16 blocks of rows and a few panels. With 16 lanes, its loops are blocks of 12 rows, panels
+// (several at a time for one to three rows), and k. With 8 lanes and more than one block of 6 rows, they are
+// panels, chunks of k that stay in the first-level cache when they are widened, blocks, and k.
+//
 // Every output is summed in the order of k in one accumulator, whatever the number of rows: a row's
 // result does not depend on its neighbours.
 #include <type_traits>

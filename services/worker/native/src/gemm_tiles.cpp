@@ -4,6 +4,11 @@
 // A panel is 32 outputs: for every 32 inputs two tiles of 1 KiB (see tiles.h), one after another. A
 // product streams its panels from memory in order. Inputs are padded with zeros to whole tiles.
 //
+// A block of rows times a panel is the unit of computation: on AMX 32 rows by 32 outputs, whose sums fill 2 x 2
+// tile registers; with pairs 12 or 6 rows. If all rows are in one block, a thread takes one panel after another.
+// Otherwise a task has up to 256 rows and a few panels. Its loops are chunks of inputs, of which all rows stay in
+// the second-level cache; panels; parts of a panel that stay in the first-level cache; and blocks.
+//
 // Every output is summed in the order of its inputs in one accumulator, whatever the number of rows:
 // a row's result does not depend on its neighbours.
 #include <utility>

@@ -1,4 +1,5 @@
-// Low-rank updates of bfloat16 rows by bfloat16 matrices, with dot products of pairs.
+// Low-rank updates of bfloat16 rows by bfloat16 matrices, with dot products of pairs. Matrices and loops are those of
+// lora_vectors.h: pairs of A lie side by side, and two rows of B become pairs in registers.
 #pragma once
 #include "lane_sums.h"
 #include "pairs.h"

@@ -15,7 +15,8 @@ constexpr int64_t kMinTaskRows = 16, kTaskRows = 48;  // 8 take as long to multi
 constexpr int64_t kMinTaskRows = 8, kTaskRows = 48;
 #endif
 
-// As `cpu_records.py` writes them, in int64 words.
+// As `cpu_records.py` writes them, in int64 words. A tile is a rectangle of a matrix, row after row: ranks by inputs
+// of A, or ranks by outputs of B. It is not a register of AMX, which other files also call tile.
 struct Tile {
     int64_t address, row_begin, row_end, col_begin, col_end, dtype;
 };
