@@ -163,7 +163,8 @@ class Resolver:
         return AdapterNotFound(str(shown), why_missing(shown, versions, tags))
 
     async def _ask(self, ref: Ref, split_key: str) -> Version | None:
-        """Ask the registry and remember its answer. Mutates: catalog."""
+        """Ask the registry and remember its answer. Mutates: snapshot."""
+        snapshot, began = self.snapshot, self.snapshot.num_changes
         try:
             version, tags = await self._registry.lookup(ref, split_key)
         except NotFound:
@@ -175,9 +176,7 @@ class Resolver:
                 reason="REGISTRY_UNAVAILABLE",
                 retry_after_s=1.0,
             ) from error
-        self.snapshot.put_version(version)
-        for tag in tags:
-            self.snapshot.put_tag(tag)
+        snapshot.put_found(version, tags, began)  # A snapshot that replaced it may be newer.
         self.on_moves({(version.tenant, version.name.lower())})
         return self.snapshot.find(ref, split_key) or version
 

@@ -4,15 +4,18 @@ Pure.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from loraplex.api.registry import Tag
 from loraplex.refs import LATEST, Ref, split_choice
+from loraplex_services.common.recent import Recent
 from loraplex_services.gateway.request import ServedContent
 
 Adapter = tuple[str, str]
 """(tenant, name in lower case)."""
+_MAX_CHANGES = 4096
+"""Last changes that are remembered for look-ups that began before them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,9 +79,34 @@ class RegistrySnapshot:
         """Adapters with a version that is or was public or shared."""
         self.pending: dict[tuple[str, str, str], Tag] = {}
         """Tags with a staged move, by tenant, name in lower case and tag."""
+        self.num_changes = 0
+        """How often a version was put."""
+        self._changed: Recent[tuple[Adapter, int], int] = Recent(_MAX_CHANGES)
+        """`num_changes` after the last change of a version."""
 
     def put_version(self, version: Version) -> None:
         """Record a version, or forget one that is deleted: updates may delete thousands."""
+        self.num_changes += 1
+        self._changed.put(_key(version), self.num_changes)
+        self._record(version)
+
+    def put_found(self, version: Version, tags: Iterable[Tag], began: int) -> None:
+        """Record the answer of a look-up, unless it may be older than what is known.
+
+        The registry may have answered before a version was deleted or made private, and its answer
+        may arrive after the change.
+
+        Args:
+            began: `num_changes` when the look-up began.
+        """
+        is_newest = (self._changed.get(_key(version)) or 0) <= began
+        if is_newest and self.num_changes - began <= _MAX_CHANGES:
+            self._record(version)
+        if self._entries.get((version.tenant, version.name.lower()), _Entry()).versions:
+            for tag in tags:
+                self.put_tag(tag)
+
+    def _record(self, version: Version) -> None:
         entry = self._entry(version.tenant, version.name)
         if version.deleted:
             entry.versions.pop(version.number, None)
@@ -183,6 +211,10 @@ class RegistrySnapshot:
         return (
             split_choice(tag.targets, split_key).version if tag is not None and tag.targets else 0
         )
+
+
+def _key(version: Version) -> tuple[Adapter, int]:
+    return (version.tenant, version.name.lower()), version.number
 
 
 def _newest(entry: _Entry) -> Version | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +14,7 @@ from loraplex.api.request import AskedAdapter, ChatPrompt, Prompt, TextPrompt, T
 from loraplex.errors import AdapterNotFound, InvalidRequest, LoraplexError, NotFound, Unavailable
 from loraplex.refs import Ref
 from loraplex_services.gateway.registry.resolve import Resolver
-from loraplex_services.gateway.registry.snapshot import Version
+from loraplex_services.gateway.registry.snapshot import RegistrySnapshot, Version
 from loraplex_services.gateway.request import GenerateCall, ServedModel, Target, beginning_hash
 
 CALL = GenerateCall(tenant="default", model="", prompt=TextPrompt("x"))
@@ -100,6 +101,56 @@ async def test_missing_reference_is_asked_once_and_remembered(
     assert await _label(resolver, "upper:v3") == "default/upper:v3"
     assert await _label(resolver, "upper") == "default/upper:v3"
     assert registry.asked == ["default/upper:v3"]
+
+
+class SlowLookup(RegistryLookup):
+    """Something happens between its answer and the arrival of the answer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.meanwhile: Callable[[], None] = lambda: None
+
+    async def lookup(self, ref: Ref, split_key: str) -> tuple[Version, tuple[Tag, ...]]:
+        answer = await super().lookup(ref, split_key)
+        self.meanwhile()
+        return answer
+
+
+@pytest.mark.parametrize("others", [0, 5000])
+async def test_an_answer_from_before_a_deletion_does_not_revive_the_version(others: int) -> None:
+    registry = SlowLookup()
+    resolver = Resolver(registry, lambda: {"base": ServedModel("base", 10, 10)})
+    registry.known["default/upper:latest"] = (_version(3), (_tag({3: 1}),))
+
+    def delete() -> None:
+        resolver.snapshot.put_version(_version(3, deleted=True))
+        for number in range(others):
+            resolver.snapshot.put_version(_version(number, name="other"))
+
+    registry.meanwhile = delete
+    assert await _label(resolver, "upper") == "default/upper:v3", "it was there when it was asked"
+    registry.known.clear()
+    with pytest.raises(NotFound):
+        await _label(resolver, "upper")
+    assert not resolver.snapshot.perhaps_visible("default") or others
+
+
+async def test_an_answer_from_before_an_adapter_became_private_does_not_show_it_again() -> None:
+    registry = SlowLookup()
+    resolver = Resolver(registry, lambda: {"base": ServedModel("base", 10, 10)})
+    registry.known["default/upper:v3"] = (_version(3, is_public=True), ())
+    registry.meanwhile = lambda: resolver.snapshot.put_version(_version(3))
+    with pytest.raises(NotFound):
+        await _label(resolver, "default/upper:v3", tenant="stranger")
+
+
+async def test_an_answer_for_an_old_snapshot_is_not_put_into_the_new_one() -> None:
+    registry = SlowLookup()
+    resolver = Resolver(registry, lambda: {"base": ServedModel("base", 10, 10)})
+    registry.known["default/upper:latest"] = (_version(3), (_tag({3: 1}),))
+    registry.meanwhile = lambda: setattr(resolver, "snapshot", RegistrySnapshot())
+    assert await _label(resolver, "upper") == "default/upper:v3"
+    assert resolver.snapshot.num_adapters == 0
 
 
 async def test_nothing_anywhere_is_not_found(resolver: Resolver) -> None:
