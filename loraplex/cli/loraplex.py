@@ -55,9 +55,12 @@ def main() -> int:
         # -P keeps a module in the working directory from being imported in place of one of ours.
         os.execv(sys.executable, [sys.executable, "-P", "-m", module, *sys.argv[2:]])
 
-    from loraplex.cli.running import main_of
+    try:
+        from loraplex.cli.running import main_of
 
-    return main_of(make_parser(), sys.argv[1:])
+        return main_of(make_parser(), sys.argv[1:])
+    except KeyboardInterrupt:
+        return 130
 
 
 if __name__ == "__main__":

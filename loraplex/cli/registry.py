@@ -3,21 +3,10 @@
 from __future__ import annotations
 
 import sys
+from typing import TYPE_CHECKING
 
-from loraplex.cli import (
-    access,
-    admin,
-    catalog,
-    certify,
-    completion,
-    provenance,
-    publish,
-    rewriting,
-    sharing,
-    tags,
-)
-from loraplex.cli.parsing import Parser, make_program
-from loraplex.cli.running import main_of
+if TYPE_CHECKING:
+    from loraplex.cli.parsing import Parser
 
 EPILOG = """example:
   registry upload ./adapter --name support && registry list
@@ -28,6 +17,21 @@ exit codes: 0 ok, 1 other, 2 usage, 3 adapter refused, 4 conflict, 5 auth,
 
 def make_parser() -> Parser:
     """All sub-commands."""
+    # Imported within `main`, where an interrupt prints nothing.
+    from loraplex.cli import (
+        access,
+        admin,
+        catalog,
+        certify,
+        completion,
+        provenance,
+        publish,
+        rewriting,
+        sharing,
+        tags,
+    )
+    from loraplex.cli.parsing import make_program
+
     description = "Publish, find and manage LoRA adapters."
     parser, commands = make_program("registry", description, EPILOG, "registry")
     for group in (publish, rewriting, catalog, tags, sharing, provenance, certify, admin, access):
@@ -39,7 +43,12 @@ def make_parser() -> Parser:
 
 def main() -> int:
     """Entry point of the console script."""
-    return main_of(make_parser(), sys.argv[1:])
+    try:
+        from loraplex.cli.running import main_of
+
+        return main_of(make_parser(), sys.argv[1:])
+    except KeyboardInterrupt:
+        return 130
 
 
 if __name__ == "__main__":

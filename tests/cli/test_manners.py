@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,35 @@ def test_a_folder_whose_name_is_not_utf_8_is_read(
 ) -> None:
     folder = shutil.copytree(adapter, tmp_path / "bad\udcff")
     assert offline("validate", str(folder)).returncode == 0
+
+
+INTERRUPT = """
+import importlib.abc, os, signal, sys
+
+class Interrupt(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name == "{imported}":
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupt())
+import loraplex.cli.{command}
+sys.exit(loraplex.cli.{command}.main())
+"""
+
+
+@pytest.mark.parametrize("imported", ["argparse", "loraplex.cli.completion", "grpc"])
+@pytest.mark.parametrize("command", ["registry", "loraplex"])
+def test_an_interrupt_while_a_command_begins_prints_nothing(command: str, imported: str) -> None:
+    words = ["list"] if command == "registry" else ["status"]
+    code = INTERRUPT.format(command=command, imported=imported)
+    done = subprocess.run(
+        [sys.executable, "-c", code, *words],
+        capture_output=True,
+        text=True,
+        env=environment(),
+        cwd=REPO,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
 def test_a_failed_tls_handshake_is_one_object(registry: Command, tmp_path: Path) -> None:
