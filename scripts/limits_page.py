@@ -34,7 +34,8 @@ Each tenant may make 200 calls per second to a registry, and 200 reads per secon
 last column says as how many of these a call counts. A call above the rate is delayed until the rate
 allows it. If the delay would be too long, it is refused with the same reason, a second later. A
 call to a registry that reads more than 20 versions and tags for each of these counts as more, and
-the next calls wait for it.
+the next calls wait for it. That of the first admin key does not, because its lists show all
+tenants.
 
 """
 

@@ -10,6 +10,8 @@ from typing import Protocol
 from loraplex.refs import DEFAULT_TENANT
 
 ALL_SCOPES = frozenset({"reader", "publisher", "admin"})
+ROOT = "root"
+"""Scope of the first admin key, and of a registry's callers without auth. It owns every tenant."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +22,7 @@ class Caller:
     key_id: str
     """Id of the API key; "" without auth."""
     scopes: frozenset[str]
-    """Among "reader", "publisher", "admin"."""
+    """Among "reader", "publisher", "admin" and `ROOT`."""
     expires_unix_s: float = 0.0
     """When the API key expires; 0 = never."""
 

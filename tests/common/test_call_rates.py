@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from loraplex.errors import InvalidRequest, LoraplexError, NotFound, ResourceExhausted
-from loraplex_services.common.callers import LOCAL, Caller
+from loraplex_services.common.callers import LOCAL, ROOT, Caller
 from loraplex_services.common.grpc import call_rates
 from loraplex_services.common.grpc.call_rates import (
     MAX_DEBT_S,
@@ -138,5 +138,7 @@ def test_a_call_that_reads_many_documents_counts_as_more_calls() -> None:
     assert rates._used_until_s.get("globex") == pytest.approx(clock.now_s + 1 / CALLS_PER_S)
     cost.add(1_000_000_000)
     assert rates._used_until_s.get("globex") == pytest.approx(clock.now_s + MAX_DEBT_S)
-    CallCost(rates, LOCAL, 1).add(1_000_000_000)
-    assert rates._used_until_s.get(LOCAL.tenant) is None
+    operator = Caller("default", "k1", frozenset({"admin", ROOT}))
+    for caller in (LOCAL, operator):
+        CallCost(rates, caller, 1).add(1_000_000_000)
+        assert rates._used_until_s.get(caller.tenant) is None

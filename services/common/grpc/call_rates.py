@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import TypeGuard
 
 from loraplex.errors import LoraplexError, ResourceExhausted, codes_of
-from loraplex_services.common.callers import Caller
+from loraplex_services.common.callers import ROOT, Caller
 from loraplex_services.common.limits import (
     CALL_BURST,
     CALLS_PER_S,
@@ -54,8 +54,9 @@ class CallRates:
             await asyncio.sleep(wait_s)
 
     def charge(self, caller: Caller, num_calls: int) -> None:
-        """Count calls that did not wait. Later calls of the tenant wait for them instead."""
-        if caller.key_id not in SERVICE_KEY_IDS:
+        """Count calls that did not wait. Later calls of the tenant wait for them instead. Those of
+        an operator, whose lists show all tenants, do not."""
+        if caller.key_id not in SERVICE_KEY_IDS and ROOT not in caller.scopes:
             now_s = self._now()
             used_until_s = max(now_s, self._used_until_s.get(caller.tenant) or 0.0)
             most_s = max(used_until_s, now_s + MAX_DEBT_S)

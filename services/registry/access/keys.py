@@ -14,12 +14,12 @@ from loraplex.api_keys import TOKEN, draw_key, token_of
 from loraplex.errors import AlreadyExists, InvalidRequest, NotFound, Unauthenticated
 from loraplex.refs import DEFAULT_TENANT
 from loraplex_services.common import documents
-from loraplex_services.common.callers import Caller, note_read
+from loraplex_services.common.callers import ROOT, Caller, note_read
 from loraplex_services.common.limits import KEY_LIFETIME_S, MAX_DESCRIPTION_CHARS, check_chars
 from loraplex_services.common.objects import ObjectStore
 from loraplex_services.common.recent import Recent
 from loraplex_services.registry import layout
-from loraplex_services.registry.access.permissions import EVERYTHING, ROOT, Access
+from loraplex_services.registry.access.permissions import EVERYTHING, Access
 from loraplex_services.registry.records import KeyRecord, now_s
 
 SCOPES = ("reader", "publisher", "admin")

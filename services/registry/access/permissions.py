@@ -5,11 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from loraplex.errors import AdapterNotFound, PermissionDenied
-from loraplex_services.common.callers import Caller
+from loraplex_services.common.callers import ROOT, Caller
 from loraplex_services.registry.records import PUBLIC, SHARED, AdapterRecord
 
-ROOT = "root"
-"""Scope of the first admin key and of callers without auth: every tenant is theirs."""
 SERVICE = "service"
 """Scope of gateways and workers, which read on behalf of all tenants."""
 

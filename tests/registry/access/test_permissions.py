@@ -7,8 +7,8 @@ import contextvars
 import pytest
 
 from loraplex.errors import AdapterNotFound, PermissionDenied
-from loraplex_services.common.callers import LOCAL, Caller, current_caller
-from loraplex_services.registry.access.permissions import ROOT, Access
+from loraplex_services.common.callers import LOCAL, ROOT, Caller, current_caller
+from loraplex_services.registry.access.permissions import Access
 from loraplex_services.registry.api.convert import move_to_proto, version_to_proto
 from loraplex_services.registry.records import SHARED, AdapterRecord, Move, VersionRecord
 
