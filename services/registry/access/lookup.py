@@ -15,7 +15,8 @@ from loraplex_services.common.callers import note_read
 from loraplex_services.common.objects import ObjectStore
 from loraplex_services.registry import layout
 from loraplex_services.registry.access.permissions import Access
-from loraplex_services.registry.index.catalog import Catalog, Found
+from loraplex_services.registry.index.catalog import Catalog
+from loraplex_services.registry.index.found import Cursor, Found, IndexPage
 from loraplex_services.registry.index.items import scope_of
 from loraplex_services.registry.index.redis_calls import CatalogDown
 from loraplex_services.registry.index.watch import Batch, watch
@@ -29,7 +30,8 @@ from loraplex_services.registry.records import (
 )
 
 _SCAN_ADAPTERS = 500
-"""Most adapters that a list looks at in one read. The first read has as many as fit its page."""
+"""Most adapters, and versions, that a list looks at in one read. The first read has as many as fit
+its page."""
 _READS_AT_ONCE = 8
 """Adapters that a list reads from the objects at the same time; other calls read there as well."""
 _MAX_NAMES = 50
@@ -57,19 +59,6 @@ class Query:
     base_id: str = ""
     labels: tuple[tuple[str, str], ...] = ()
     all_versions: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Cursor:
-    """Where a list continues: after this version of this scope."""
-
-    scope: str = ""
-    version: int = 0
-
-    @classmethod
-    def at(cls, version: VersionRecord) -> Cursor:
-        """After a version."""
-        return cls(scope_of(version.tenant, version.name), version.version)
 
 
 class Lookup:
@@ -142,48 +131,51 @@ class Lookup:
     ) -> tuple[list[ResolvedVersion], Cursor | None]:
         """One page of a list, ordered by scope and version, and where the next one begins."""
         entries: list[ResolvedVersion] = []
-        scope, number = after.scope, after.version
-        limit = min(page_size + 1, _SCAN_ADAPTERS)
+        most = page_size + 1
         while True:
-            scanned = await self._scan(query, access, scope, limit, including=number > 0)
+            scanned, end = await self._scan(query, access, after, most)
             note_read.get()(sum(found.num_documents for _, found in scanned))
-            for current, found in scanned:
-                for version in _kept(found, query, access, current):
-                    if current == scope and version.version <= number:
+            for scope, found in scanned:
+                for version in _kept(found, query, access, scope):
+                    if scope == after.scope and version.version <= after.version:
                         continue
                     if len(entries) == page_size:
                         return entries, Cursor.at(entries[-1].version)
                     entries.append(ResolvedVersion(version, found.adapter, found.tags))
-            if len(scanned) < limit:
+            if end is None:
                 return entries, None
-            scope, number, limit = scanned[-1][0], 0, _SCAN_ADAPTERS
+            after, most = end, _SCAN_ADAPTERS
 
     async def _scan(
-        self, query: Query, access: Access, after: str, limit: int, *, including: bool
-    ) -> list[tuple[str, Found]]:
-        """Up to `limit` scopes after the given one that may match the query, in order."""
-        bound = ("[" if including else "(") + after if after else "-"
+        self, query: Query, access: Access, after: Cursor, most: int
+    ) -> tuple[list[tuple[str, Found]], Cursor | None]:
+        """Scopes that may match the query, in order, and where to go on; None = nowhere."""
+        most = min(most, _SCAN_ADAPTERS)
         try:
-            own = await self._range("names", query, access, bound, limit)
+            own = await self._range("names", query, access, after, most)
             if query.tenant or access.sees_all:
-                return own
-            shared = await self._range("shared", query, access, bound, limit)
+                return own.adapters, own.end
+            shared = await self._range("shared", query, access, after, most)
         except CatalogDown:
-            return await self._scan_objects(query, after, limit, including=including)
-        merged = {scope: found for scope, found in [*own, *shared]}
-        return sorted(merged.items())[:limit]
+            return await self._scan_objects(query, after, most)
+        of_others = [each for each in shared.adapters if not access.owns(each[0].partition("/")[0])]
+        ends = [page.end for page in (own, shared) if page.end is not None]
+        end = min(ends, key=lambda each: each.scope, default=None)
+        known = (each for each in (*own.adapters, *of_others) if not end or each[0] <= end.scope)
+        return sorted(known, key=lambda each: each[0]), end
 
     async def _range(
-        self, index: str, query: Query, access: Access, bound: str, limit: int
-    ) -> list[tuple[str, Found]]:
+        self, index: str, query: Query, access: Access, after: Cursor, most: int
+    ) -> IndexPage:
         owner = query.tenant or ("" if access.sees_all or index == "shared" else access.tenant)
-        low, high = bound, "+"
+        low, high = "-", "+"
         if owner:
             prefix = f"{owner}/{query.name or query.name_prefix}"
-            high = f"({prefix}\x7f"
-            low = max(bound, f"[{prefix}", key=lambda b: b[1:]) if bound != "-" else f"[{prefix}"
-        _, page = await self._catalog.page(index, low, high, limit, all_versions=query.all_versions)
-        return page
+            low, high = f"[{prefix}", f"({prefix}\x7f"
+        which = "versions" if query.all_versions else "current"
+        return await self._catalog.page(
+            index, low, high, most, which=which, max_versions=most, after=after
+        )
 
     async def _from_objects(self, tenant: str, name: str) -> Found:
         """One adapter, read from the objects."""
@@ -197,8 +189,8 @@ class Lookup:
         )
 
     async def _scan_objects(
-        self, query: Query, after: str, limit: int, *, including: bool
-    ) -> list[tuple[str, Found]]:
+        self, query: Query, after: Cursor, most: int
+    ) -> tuple[list[tuple[str, Found]], Cursor | None]:
         prefix = f"{layout.ADAPTERS}{query.tenant}/" if query.tenant else layout.ADAPTERS
         adapters = {
             layout.adapter_of(info.key) async for info in self._store.list_objects(prefix)
@@ -208,16 +200,17 @@ class Lookup:
         rest = [
             scope
             for scope in scopes
-            if (scope > after or (including and scope == after))
+            if (scope > after.scope or (after.version and scope == after.scope))
             and scope.partition("/")[2].startswith(name)
-        ][:limit]
+        ][:most]
+        end = Cursor(rest[-1]) if len(rest) == most else None
         free = asyncio.Semaphore(_READS_AT_ONCE)
 
         async def read(scope: str) -> tuple[str, Found]:
             async with free:
                 return scope, await self._from_objects(*scope.split("/", 1))
 
-        return list(await asyncio.gather(*map(read, rest)))
+        return list(await asyncio.gather(*map(read, rest))), end
 
 
 def _selector(ref: Ref) -> tuple[str, str]:

@@ -21,10 +21,11 @@ from loraplex.api.registry_wire import certificate, targets_to_proto, tenant_lim
 from loraplex.errors import InvalidRequest
 from loraplex.v1 import registry_pb2 as pb
 from loraplex_services.common.callers import current_caller
-from loraplex_services.registry.access.lookup import Cursor, ResolvedVersion
+from loraplex_services.registry.access.lookup import ResolvedVersion
 from loraplex_services.registry.access.permissions import Access
 from loraplex_services.registry.access.signatures import checked_keys
 from loraplex_services.registry.api.publish_options import VISIBILITY
+from loraplex_services.registry.index.found import Cursor
 from loraplex_services.registry.index.watch import Batch
 from loraplex_services.registry.publish.file_state import FileState
 from loraplex_services.registry.records import (

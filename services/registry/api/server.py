@@ -12,13 +12,14 @@ from loraplex.v1 import registry_pb2 as pb
 from loraplex.v1 import registry_pb2_grpc
 from loraplex_services.common.grpc import server as grpc_server
 from loraplex_services.common.limits import MAX_REASON_CHARS, WAIT_S, check_chars
-from loraplex_services.registry.access.lookup import Cursor, Query, visible_batches
+from loraplex_services.registry.access.lookup import Query, visible_batches
 from loraplex_services.registry.access.permissions import Access
 from loraplex_services.registry.api import convert
 from loraplex_services.registry.api.admin import caller_access, page_size
 from loraplex_services.registry.api.downloads import chunks_of
 from loraplex_services.registry.api.publishing import PublishService
 from loraplex_services.registry.assembly import Registry
+from loraplex_services.registry.index.found import Cursor
 from loraplex_services.registry.publish.metrics import WATCHERS
 from loraplex_services.registry.publish.tags import MAX_SIDES, TagAddress, parse_expect
 

@@ -31,18 +31,25 @@ A scope is `<tenant>/<name>`, or `bases`. Documents are stored as "<generation> 
 from __future__ import annotations
 
 import asyncio
-import json
+import dataclasses
 import secrets
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from dataclasses import dataclass
 from importlib import resources
 from typing import Any, TypeVar
 
 import redis.asyncio
 
-from loraplex_services.common.documents import decode
+from loraplex_services.registry.index.events import Events
 from loraplex_services.registry.index.feed import EventFeed
+from loraplex_services.registry.index.found import (
+    Cursor,
+    Found,
+    IndexPage,
+    found_of,
+    page_of,
+    record_of,
+)
 from loraplex_services.registry.index.gathering import RequestBatcher
 from loraplex_services.registry.index.items import IndexChange, Item, arguments_of
 from loraplex_services.registry.index.open_uploads import OpenUploads
@@ -55,7 +62,7 @@ from loraplex_services.registry.index.redis_calls import (
     wait,
 )
 from loraplex_services.registry.index.usage_counters import UsageCounters
-from loraplex_services.registry.records import AdapterRecord, BaseRecord, TagRecord, VersionRecord
+from loraplex_services.registry.records import BaseRecord, VersionRecord
 
 PREFIX = "loraplex:"
 MAX_EVENTS = 100_000
@@ -67,26 +74,17 @@ _MAX_TRIES = 5
 _DROP_KEYS = 1000
 _MAX_REPLACED = 8
 """Number of past epochs that are remembered."""
-_NO_LIMIT = 1 << 30
+MAX_VERSIONS_AT_ONCE = 500
+"""Versions of an adapter after which one answer of Redis ends."""
+_BEGIN = Cursor()
+_NOWHERE = "0"
+_READS_VERSIONS = ("page", "resolve")
+"""Scripts that need `versions_above.lua`."""
 _SCRIPTS = "apply read resolve page switch release note before_new".split()
 _MAX_AT_ONCE = 64
 """Most references resolved or scopes changed in one round trip: Redis does nothing else in it."""
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class Found:
-    """What the index knows about one adapter."""
-
-    tags: tuple[TagRecord, ...]
-    """Existing tags, ordered by name."""
-    versions: tuple[VersionRecord, ...]
-    adapter: AdapterRecord | None
-
-    @property
-    def num_documents(self) -> int:
-        return len(self.tags) + len(self.versions)
 
 
 class Catalog:
@@ -101,7 +99,8 @@ class Catalog:
         that was behind when it took over, has the same epoch and a smaller number, or an epoch
         that was replaced."""
         self._replaced: deque[str] = deque(maxlen=_MAX_REPLACED)
-        self.feed = EventFeed(self.position, self.read_events)
+        self.events = Events(client, PREFIX)
+        self.feed = EventFeed(self.position, self.events.read)
         """The newest events, for watchers."""
         self.snapshot_lock = asyncio.Lock()
         """Held while one page of a watcher's snapshot is built. When many watches begin at once,
@@ -113,10 +112,10 @@ class Catalog:
         self._notes = RequestBatcher(self._note_all, _MAX_AT_ONCE)
         self._changes = RequestBatcher(self._apply_all, _MAX_AT_ONCE)
         folder = resources.files("loraplex_services.registry.index")
-        self._scripts = {
-            name: client.register_script(folder.joinpath(f"{name}.lua").read_text())
-            for name in _SCRIPTS
-        }
+        source = {name: folder.joinpath(f"{name}.lua").read_text() for name in _SCRIPTS}
+        for name in _READS_VERSIONS:
+            source[name] = folder.joinpath("versions_above.lua").read_text() + source[name]
+        self._scripts = {name: client.register_script(lua) for name, lua in source.items()}
 
     async def epoch(self) -> str | None:
         """The current index, or None if there is none."""
@@ -175,7 +174,15 @@ class Catalog:
         """The versions that a tag, number (in decimal) or digest selects, and the tags. The kind
         `live` selects versions that are not deleted, `all` every version, `newest` some live ones
         and some tags (its selector says how many), and `adapter` neither versions nor tags."""
-        return await self._lookups.ask((scope, kind, selector))
+        if kind not in ("live", "all"):
+            return (await self._lookups.ask((scope, kind, selector)))[0]
+        found, after = await self._lookups.ask((scope, kind, _NOWHERE))
+        versions = [*found.versions]
+        while after != _NOWHERE:  # Redis does nothing else while it reads; there may be 10,000.
+            found, after = await self._lookups.ask((scope, kind, after))
+            versions += found.versions
+        versions.sort(key=lambda version: version.version)
+        return dataclasses.replace(found, versions=tuple(versions))
 
     async def before_new(
         self, scope: str, digest: str
@@ -185,16 +192,18 @@ class Catalog:
         found = await self._run("before_new", [scope, digest])
         if found is None:
             return None
-        return int(found[0]), int(found[1]), [_record(VersionRecord, v) for v in found[2:] if v]
+        return int(found[0]), int(found[1]), [record_of(VersionRecord, v) for v in found[2:] if v]
 
     async def num_tags(self, scope: str) -> int:
         """How many tags an adapter has, deleted ones included."""
         return int(await self._patiently(lambda: self._run("read", ["HLEN", f"t:{scope}"])))
 
-    async def _find_all(self, wanted: Sequence[tuple[str, str, str]]) -> list[Found]:
-        """Several `find` in one round trip."""
-        answers = await self._run("resolve", [text for triple in wanted for text in triple])
-        return [_found(tags, versions, adapter) for tags, versions, adapter in answers]
+    async def _find_all(self, wanted: Sequence[tuple[str, str, str]]) -> list[tuple[Found, str]]:
+        """Several `find` in one round trip, with what their next parts begin after."""
+        words = [word for triple in wanted for word in triple]
+        answers = await self._run("resolve", [MAX_VERSIONS_AT_ONCE, *words])
+        return [(found_of(tags, versions, adapter), text(more))
+                for tags, versions, adapter, more in answers]  # fmt: skip
 
     async def page(
         self,
@@ -203,21 +212,28 @@ class Catalog:
         high: str,
         limit: int,
         *,
-        all_versions: bool,
-        versions_limit: int = _NO_LIMIT,
-    ) -> tuple[str, list[tuple[str, Found]]]:
-        """(epoch, scopes of the set `names` or `shared` between two ZRANGEBYLEX bounds, with their
-        documents). The scope that reaches the limit of versions is the last one."""
-        which = "all" if all_versions else "current"
-        question = [index, low, high, limit, which, versions_limit]
-        epoch, _, page = await self._at_position("page", question)
-        return epoch, [(text(scope), _found(tags, versions, adapter))
-                       for scope, adapter, tags, versions in page]  # fmt: skip
+        which: str,
+        max_versions: int = MAX_VERSIONS_AT_ONCE,
+        after: Cursor = _BEGIN,
+    ) -> IndexPage:
+        """Scopes of the set `names` or `shared` between two ZRANGEBYLEX bounds, with documents.
+
+        Args:
+            limit: most scopes.
+            which: `current` for one version of each scope, `versions` for those that are not
+                deleted, `everything` for these, too, but with the tags of a scope only where its
+                versions end.
+            max_versions: a page ends after as many of them, even within a scope.
+        """
+        low = max(after.bound, low, key=lambda bound: bound[1:]) if after.scope else low
+        question = [index, low, high, limit, which, max_versions, after.scope, after.version]
+        epoch, _, answer = await self._at_position("page", question)
+        return page_of(epoch, answer[0], bool(answer[1]))
 
     async def bases(self) -> list[BaseRecord]:
         """All bases without their modules, ordered by id."""
         values = await self._run("read", ["HVALS", "bases"])
-        return sorted((_record(BaseRecord, v) for v in values), key=lambda base: base.base_id)
+        return sorted((record_of(BaseRecord, v) for v in values), key=lambda base: base.base_id)
 
     async def usage(self, tenant: str) -> tuple[int, int]:
         """(bytes, versions) that a tenant has live."""
@@ -262,16 +278,6 @@ class Catalog:
         """(epoch, number of its last event) of the current index."""
         epoch, sequence, _ = await self._at_position("read", ["EXISTS", "seq"])
         return epoch, sequence
-
-    async def read_events(
-        self, epoch: str, after: int, count: int, block_ms: int | None
-    ) -> list[tuple[int, dict[str, Any]]]:
-        """(number, event) after a number, waiting up to `block_ms` for the first one."""
-        position: Any = {f"{PREFIX}{epoch}:events": f"{after}-0"}
-        async with translated():
-            answer: Any = await self._redis.xread(position, count=count, block=block_ms)
-        entries = answer[0][1] if answer else []
-        return [(int(text(id_).split("-")[0]), json.loads(f[b"e"])) for id_, f in entries]
 
     async def begin_rebuild(self) -> str | None:
         """Take the rebuild lease; returns the new epoch, or None if another process rebuilds."""
@@ -385,16 +391,3 @@ class Catalog:
         elif sequence > seen_sequence:  # Answers may overtake each other.
             self._seen = (epoch, sequence)
         return epoch, sequence, answer[2]
-
-
-def _found(tags: list[bytes], versions: list[bytes], adapter: bytes) -> Found:
-    records = (_record(TagRecord, value) for value in tags)
-    return Found(
-        tuple(sorted((tag for tag in records if tag.is_shown), key=lambda tag: tag.tag)),
-        tuple(sorted((_record(VersionRecord, v) for v in versions), key=lambda v: v.version)),
-        _record(AdapterRecord, adapter) if adapter else None,
-    )
-
-
-def _record(cls: Any, value: bytes) -> Any:
-    return decode(cls, value.split(b" ", 1)[1])

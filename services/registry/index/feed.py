@@ -14,18 +14,17 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from loraplex.errors import Unavailable
+from loraplex_services.registry.index.events import MAX_READ, MAX_READ_BYTES, StoredEvent
 
 logger = logging.getLogger(__name__)
 
 MAX_KEPT = 2_000
 """Events kept in memory; a watcher that is further behind reads the index."""
-MAX_READ = 500
-"""Most events in one read, and in one answer to a watcher."""
+MAX_KEPT_BYTES = 16 << 20
+"""Most JSON of these events. Labels of one may have 0.4 MB, of which Python makes several times as
+much."""
 BLOCK_MS = 1000
 _RETRY_S = 0.5
-
-Entries = list[tuple[int, dict[str, Any]]]
-"""(number, event), in order."""
 
 
 class FeedLost(Exception):
@@ -38,7 +37,7 @@ class EventFeed:
     def __init__(
         self,
         position: Callable[[], Awaitable[tuple[str, int]]],
-        read: Callable[[str, int, int, int | None], Awaitable[Entries]],
+        read: Callable[[str, int, int, int | None], Awaitable[list[StoredEvent]]],
     ) -> None:
         """`position()` gives the epoch and its last number, `read` events after a number; both
         raise Unavailable if there is no index."""
@@ -50,8 +49,9 @@ class EventFeed:
         self._is_current = False
         """Whether the last read brought events. A stream that gets some is that of the current
         index."""
-        self._kept: deque[tuple[int, dict[str, Any]]] = deque(maxlen=MAX_KEPT)
+        self._kept: deque[StoredEvent] = deque()
         """Events up to `_last` without a gap."""
+        self._kept_bytes = 0
         self._problem = ""
         self._num_watchers = 0
         self._task: asyncio.Task[None] | None = None
@@ -76,7 +76,7 @@ class EventFeed:
         if self._task is None:
             # Events from a time without watchers are not replayed.
             self._epoch, self._last, self._is_current = "", 0, False
-            self._kept.clear()
+            self._forget()
             self._task = asyncio.create_task(self._follow())
         try:
             yield
@@ -92,8 +92,9 @@ class EventFeed:
         self.is_closed = True
         self._round.set()
 
-    async def after(self, epoch: str, number: int) -> Entries | None:
-        """At most `MAX_READ` events after a number; waits about `BLOCK_MS` for the first one.
+    async def after(self, epoch: str, number: int) -> list[StoredEvent] | None:
+        """Events after a number, within `MAX_READ` and `MAX_READ_BYTES`; waits about `BLOCK_MS`
+        for the first one.
 
         Returns None if the memory does not reach back so far, [] if nothing happened.
 
@@ -114,11 +115,18 @@ class EventFeed:
             raise Unavailable(self._problem, reason="INDEX_UNAVAILABLE")
         if self._epoch != epoch or self._last < number:
             raise FeedLost
-        first = self._kept[0][0] if self._kept else self._last + 1
+        first = self._kept[0].number if self._kept else self._last + 1
         if number + 1 < first:
             return None
         begin = number + 1 - first
-        return [self._kept[i] for i in range(begin, min(begin + MAX_READ, len(self._kept)))]
+        found: list[StoredEvent] = []
+        num_bytes = 0
+        for i in range(begin, min(begin + MAX_READ, len(self._kept))):
+            found.append(self._kept[i])
+            num_bytes += self._kept[i].num_bytes
+            if num_bytes >= MAX_READ_BYTES:
+                break
+        return found
 
     def _has_more(self, epoch: str, number: int) -> bool:
         return not self._problem and self._epoch == epoch and self._last > number
@@ -146,12 +154,22 @@ class EventFeed:
             epoch, last = await self._position()
             if epoch != self._epoch or last < self._last:
                 self._epoch, self._last = epoch, last
-                self._kept.clear()
+                self._forget()
                 return
-        entries = await self._read(self._epoch, self._last, MAX_READ, BLOCK_MS)
-        self._is_current = bool(entries)
-        for number, event in entries:
-            if number != self._last + 1:
-                self._kept.clear()
-            self._kept.append((number, event))
-            self._last = number
+        events = await self._read(self._epoch, self._last, MAX_READ, BLOCK_MS)
+        self._is_current = bool(events)
+        for event in events:
+            if event.number != self._last + 1:
+                self._forget()
+            self._keep(event)
+            self._last = event.number
+
+    def _keep(self, event: StoredEvent) -> None:
+        self._kept.append(event)
+        self._kept_bytes += event.num_bytes
+        while len(self._kept) > MAX_KEPT or self._kept_bytes > MAX_KEPT_BYTES:
+            self._kept_bytes -= self._kept.popleft().num_bytes
+
+    def _forget(self) -> None:
+        self._kept.clear()
+        self._kept_bytes = 0

@@ -99,7 +99,7 @@ def version_item(record: VersionRecord, adapter: AdapterRecord | None) -> Item:
         f"a:{scope_of(record.tenant, record.name)}",
         f"v{record.version}",
         record.generation,
-        doc,
+        to_set_fields(_tombstone(record)) if record.deleted else doc,
         (_version_event(record.generation, doc, adapter),),
         {
             "use": use,
@@ -108,6 +108,25 @@ def version_item(record: VersionRecord, adapter: AdapterRecord | None) -> Item:
             "expires_s": record.expires_s,
             "sharing": adapter.generation if adapter else 0,
         },
+    )
+
+
+def _tombstone(record: VersionRecord) -> VersionRecord:
+    """What the index keeps of a deleted version. Labels alone may have 0.2 MB, and there may be any
+    number of tombstones."""
+    return VersionRecord(
+        tenant=record.tenant,
+        name=record.name,
+        version=record.version,
+        digest=record.digest,
+        base_id=record.base_id,
+        base_fingerprint="",
+        created_s=record.created_s,
+        files=(),
+        generation=record.generation,
+        deleted_s=record.deleted_s,
+        spelling=record.spelling,
+        purged=record.purged,
     )
 
 

@@ -1,16 +1,18 @@
 -- One page of a list: names after a cursor with their documents.
 -- KEYS[1] = prefix; ARGV = the position seen before (epoch, sequence), set ('names' | 'shared'), min,
--- max (ZRANGEBYLEX bounds), limit, 'current' | 'all', number of versions after which no further name is
--- added. The current version is the one that `latest` points at (the heaviest side of a split), the newest
--- where it points at none.
--- Returns {epoch, sequence, {{scope, adapter, tags, versions}...}}, or false where there is no index or
--- it is behind that position.
+-- max (ZRANGEBYLEX bounds), limit of names, which versions (see Catalog.page), number of versions after
+-- which the page ends, the scope that a part was read of and the last number of this part. The current
+-- version is the one that `latest` points at (the heaviest side of a split), the newest where it points at
+-- none. A page ends after some bytes, too.
+-- Returns {epoch, sequence, {{{scope, adapter, tags, versions, number after which versions follow or 0}...},
+-- 1 if nothing follows, otherwise 0}}, or false where there is no index or it is behind that position.
 local epoch = redis.call('GET', KEYS[1] .. 'epoch')
 if not epoch then return false end
 local sequence = tonumber(redis.call('GET', KEYS[1] .. epoch .. ':seq') or '0')
 if epoch == ARGV[1] and sequence < tonumber(ARGV[2]) then return false end
 local ns = KEYS[1] .. epoch .. ':'
-local page, num_versions = {}, 0
+local page, which = {}, ARGV[7]
+budget.documents = tonumber(ARGV[8])
 
 local function current(scope, key)
   local tag = redis.call('HGET', ns .. 't:' .. scope, 'latest')
@@ -27,21 +29,19 @@ end
 local scopes = redis.call('ZRANGEBYLEX', ns .. ARGV[3], ARGV[4], ARGV[5], 'LIMIT', 0, ARGV[6])
 for _, scope in ipairs(scopes) do
   local key = ns .. 'a:' .. scope
-  local versions = {}
-  if ARGV[7] == 'current' then
-    local value = current(scope, key)
-    if value then versions[1] = value end
+  local versions, tags, following = {}, {}, '0'
+  if which == 'current' then
+    versions[1] = current(scope, key) or nil
   else
-    for _, field in ipairs(redis.call('HKEYS', key)) do
-      if string.match(field, '^v%d+$') then
-        versions[#versions + 1] = redis.call('HGET', key, field)
-      end
-    end
+    local after = scope == ARGV[9] and tonumber(ARGV[10]) or 0
+    following = add_above(versions, key, after, false)
   end
-  page[#page + 1] = {
-    scope, redis.call('HGET', key, 'adapter') or '', redis.call('HVALS', ns .. 't:' .. scope), versions
-  }
-  num_versions = num_versions + #versions
-  if num_versions >= tonumber(ARGV[8]) then break end
+  if which ~= 'everything' or following == '0' then
+    tags = redis.call('HVALS', ns .. 't:' .. scope)
+    for _, tag in ipairs(tags) do budget.bytes = budget.bytes - #tag end
+  end
+  page[#page + 1] = {scope, redis.call('HGET', key, 'adapter') or '', tags, versions, following}
+  if following ~= '0' or has_ended() then break end
 end
-return {epoch, sequence, page}
+local is_last = #page == #scopes and #scopes < tonumber(ARGV[6]) and (#page == 0 or page[#page][5] == '0')
+return {epoch, sequence, {page, is_last and 1 or 0}}

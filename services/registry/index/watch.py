@@ -8,6 +8,7 @@ generation."""
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
@@ -15,19 +16,23 @@ from typing import Any
 
 from loraplex.errors import Unavailable
 from loraplex_services.common.units import parse_digits
-from loraplex_services.registry.index.catalog import Catalog, Found
-from loraplex_services.registry.index.feed import MAX_READ, Entries, FeedLost
+from loraplex_services.registry.index.catalog import Catalog
+from loraplex_services.registry.index.events import MAX_READ, StoredEvent
+from loraplex_services.registry.index.feed import FeedLost
+from loraplex_services.registry.index.found import Cursor, Found, IndexPage
 from loraplex_services.registry.index.items import base_item, scope_of, tag_item, version_item
 from loraplex_services.registry.index.redis_calls import CatalogDown
 
 _PAGE_SCOPES = 50
 """Most adapters in a page of a snapshot."""
 _PAGE_VERSIONS = 50
-"""Versions after which a page ends. Building this many keeps the event loop busy for 1.4 ms. The
-page also has the other versions of its last adapter."""
+"""Versions after which a page ends. Building this many keeps the event loop busy for 1.4 ms."""
 _MAX_PAUSE_S = 0.02
 """Longest pause after a page, if Redis was slow."""
 _RETRY_S = 0.5
+_KINDS = {"version", "tag", "base", "adapter"}
+"""Kinds of events. A newer registry on the same index may add others; what they change, a new
+snapshot shows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,26 +100,28 @@ async def _follow(
             except FeedLost:
                 raise _SnapshotNeeded from None
             if entries is None:
-                entries = await catalog.read_events(epoch, after, MAX_READ, None)
+                entries = await catalog.events.read(epoch, after, MAX_READ)
                 if not entries:
                     raise _SnapshotNeeded
-            if [number for number, _ in entries] != _run(after, len(entries)):
+            if [entry.number for entry in entries] != _run(after, len(entries)):
                 raise _SnapshotNeeded
             async for events, number in _expanded(catalog, entries, is_wanted):
                 yield Batch(tuple(events), f"{epoch}:{number}")
-            after = entries[-1][0] if entries else after
+            after = entries[-1].number if entries else after
             if not entries:
                 yield Batch((), f"{epoch}:{after}")
 
 
 async def _expanded(
-    catalog: Catalog, entries: Entries, is_wanted: IsWanted
+    catalog: Catalog, entries: list[StoredEvent], is_wanted: IsWanted
 ) -> AsyncIterator[tuple[list[dict[str, Any]], int]]:
     """Events, and the number up to which nothing is missing then. In the place of the last change
     of an adapter, if it is wanted, there is an event of each of its versions, as they are now."""
-    last = {_scope(event): number for number, event in entries if event["kind"] == "adapter"}
+    last = {_scope(event): number for number, event, _ in entries if event["kind"] == "adapter"}
     events: list[dict[str, Any]] = []
-    for number, event in entries:
+    for number, event, _ in entries:
+        if event["kind"] not in _KINDS:
+            raise _SnapshotNeeded
         if event["kind"] != "adapter":
             events.append(event)
         elif last[_scope(event)] == number:
@@ -127,7 +134,7 @@ async def _expanded(
             yield events, number
             events = []
     if events:
-        yield events, entries[-1][0]
+        yield events, entries[-1].number
 
 
 async def _last_sequence(catalog: Catalog, epoch: str, after: int) -> int:
@@ -144,36 +151,41 @@ async def _snapshot(catalog: Catalog, tenant: str, is_wanted: IsWanted) -> Async
     newest: dict[str, int] = {}
     events = [event.to_doc() for base in await catalog.bases() for event in base_item(base).events]
     yield Batch(tuple(events), "", begins_snapshot=True)
-    async for of, page in _pages(catalog, tenant):
-        if of != epoch:
+    async for page in _pages(catalog, tenant):
+        if page.epoch != epoch:
             raise _SnapshotNeeded
-        found = [event for scope, found in page for event in _events_of(found)]
+        found = [event for _, found in page.adapters for event in _events_of(found)]
         newest.update({_key(event): int(event["doc"]["generation"]) for event in found})
         yield Batch(tuple(found), "")
     async for batch in _catch_up(catalog, epoch, begin, newest, is_wanted):
         yield batch
 
 
-async def _pages(
-    catalog: Catalog, tenant: str
-) -> AsyncIterator[tuple[str, list[tuple[str, Found]]]]:
-    """(epoch, adapters by scope) of the parts of the index that a tenant's watch looks at."""
+async def _pages(catalog: Catalog, tenant: str) -> AsyncIterator[IndexPage]:
+    """The parts of the index that a tenant's watch looks at."""
     own = f"{tenant}/"
     ranges = [("names", f"[{own}", f"({own}\x7f"), ("shared", "-", "+")]
     for index, low, high in ranges if tenant else [("names", "-", "+")]:
-        while True:
+        after: Cursor | None = Cursor()
+        while after is not None:
             async with catalog.snapshot_lock:
                 begin_s = time.monotonic()
-                epoch, page = await catalog.page(
-                    index, low, high, _PAGE_SCOPES, all_versions=True, versions_limit=_PAGE_VERSIONS
+                page = await catalog.page(
+                    index,
+                    low,
+                    high,
+                    _PAGE_SCOPES,
+                    which="everything",
+                    max_versions=_PAGE_VERSIONS,
+                    after=after,
                 )
                 took_s = time.monotonic() - begin_s
                 await asyncio.sleep(min(took_s, _MAX_PAUSE_S))  # the other calls have as long
-            is_second = index == "shared"
-            yield epoch, [each for each in page if not (is_second and each[0].startswith(own))]
-            if not page:
-                break
-            low = f"({page[-1][0]}"
+            if index == "shared":
+                others = [each for each in page.adapters if not each[0].startswith(own)]
+                page = dataclasses.replace(page, adapters=others)
+            yield page
+            after = page.end
 
 
 async def _catch_up(
@@ -182,11 +194,11 @@ async def _catch_up(
     """Changes made while the pages were read, without those already shown; ends the snapshot."""
     end = await _last_sequence(catalog, epoch, begin)
     while begin < end:
-        entries = await catalog.read_events(epoch, begin, min(MAX_READ, end - begin), None)
-        if [number for number, _ in entries] != _run(begin, len(entries)) or not entries:
+        entries = await catalog.events.read(epoch, begin, min(MAX_READ, end - begin))
+        if [entry.number for entry in entries] != _run(begin, len(entries)) or not entries:
             raise _SnapshotNeeded
-        begin = entries[-1][0]
-        fresh = [entry for entry in entries if _is_newer(entry[1], newest)]
+        begin = entries[-1].number
+        fresh = [entry for entry in entries if _is_newer(entry.doc, newest)]
         async for events, _ in _expanded(catalog, fresh, is_wanted):
             yield Batch(tuple(events), "")
     yield Batch((), f"{epoch}:{end}", ends_snapshot=True)

@@ -173,9 +173,10 @@ class Tags:
         version that was deleted since, or that by now breaks a rule of its tenant.
         """
         target = await self._resolved(address, TagTarget(version, "")) if version else None
-        versions = await self.versions.of(address.tenant, address.name)
+        found = await self.versions.of(address.tenant, address.name)
+        versions = [version for version in found if not version.deleted]
         barred = await self.rules.barred(address.tenant, versions)
-        live = {r.version for r in versions if not r.deleted} - barred
+        live = {version.version for version in versions} - barred
 
         def choose(current: TagRecord | None) -> Sequence[TagTarget]:
             check_expected(address, current, expect)

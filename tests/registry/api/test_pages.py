@@ -12,11 +12,14 @@ from loraplex.refs import parse_ref
 from loraplex.v1 import registry_pb2 as pb
 from loraplex_services.common.callers import note_read
 from loraplex_services.registry.access import lookup
-from loraplex_services.registry.access.lookup import Cursor, Query
+from loraplex_services.registry.access.lookup import Query
 from loraplex_services.registry.access.permissions import Access
 from loraplex_services.registry.api import server
 from loraplex_services.registry.assembly import Registry
+from loraplex_services.registry.index import catalog as catalog_module
+from loraplex_services.registry.index.found import Cursor
 from loraplex_services.registry.index.redis_calls import CatalogDown
+from loraplex_services.registry.records import PUBLIC
 from tests.registry.conftest import ServedRegistry
 from tests.registry.house import publish, upload
 
@@ -135,3 +138,44 @@ async def test_a_short_page_reads_few_adapters(registry: Registry, num_read: lis
     page, cursor = await registry.lookup.page(Query(), ROOT, 2, Cursor())
     assert [entry.version.name for entry in page] == ["sql-0", "sql-1"]
     assert cursor is not None and num_read == [3 * 2]
+
+
+@pytest.mark.hostile
+async def test_a_page_of_versions_reads_few_of_them(
+    registry: Registry, num_read: list[int]
+) -> None:
+    """Each page of a list read all versions of the adapter."""
+    for seed in range(9):
+        await publish(registry, "acme/sql", seed, latest=False)
+    await registry.deletion.version("acme", "sql", 4, "me", force=True, purge=False)
+    await publish(registry, "acme/web", 10, latest=False)
+    await publish(registry, "globex/open", 11, latest=False, visibility=PUBLIC)
+    everything = ["acme/sql:v1", "acme/sql:v2", "acme/sql:v3", "acme/sql:v5", "acme/sql:v6",
+                  "acme/sql:v7", "acme/sql:v8", "acme/sql:v9", "acme/web:v1",
+                  "globex/open:v1"]  # fmt: skip
+    for access in (ROOT, Access("acme", "key", frozenset({"reader"}))):
+        for size in (1, 2, 3, 100):
+            found, cursor = list[str](), Cursor()
+            while cursor is not None:
+                num_read.clear()
+                query = Query(all_versions=True)
+                page, cursor = await registry.lookup.page(query, access, size, cursor)
+                found += [entry.version.ref for entry in page]
+                assert len(page) <= size and sum(num_read) <= 2 * (size + 1) + 2
+            assert found == everything
+
+
+async def test_parts_of_an_adapter_are_put_together(
+    registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for seed in range(7):
+        await publish(registry, "sql", seed, f"t{seed}")
+    for number in (2, 7):
+        await registry.deletion.version("default", "sql", number, "me", force=True, purge=False)
+    whole = await registry.lookup.everything("default", "sql")
+    monkeypatch.setattr(catalog_module, "MAX_VERSIONS_AT_ONCE", 2)
+    assert await registry.lookup.everything("default", "sql") == whole
+    assert [version.version for version in whole.versions] == [1, 2, 3, 4, 5, 6, 7]
+    live = await registry.catalog.find("default/sql", "live")
+    assert live.versions == tuple(v for v in whole.versions if not v.deleted)
+    assert live.tags == whole.tags != ()

@@ -15,6 +15,8 @@ from loraplex_services.registry.access.sharing import SharingChange
 from loraplex_services.registry.api import convert
 from loraplex_services.registry.assembly import Registry
 from loraplex_services.registry.index import catalog as catalog_module
+from loraplex_services.registry.index import events as events_module
+from loraplex_services.registry.index import feed as feed_module
 from loraplex_services.registry.index import watch as watch_module
 from loraplex_services.registry.index.catalog import PREFIX
 from loraplex_services.registry.index.items import version_item
@@ -105,6 +107,28 @@ async def test_large_events_take_a_bounded_part_of_the_memory_of_redis(
     assert late.snapshots == 1
 
 
+async def test_large_events_take_a_bounded_part_of_the_memory_of_a_registry(
+    registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """2,000 events with long labels have 0.8 GB as JSON."""
+    for module in (feed_module, events_module):
+        monkeypatch.setattr(module, "MAX_READ_BYTES", 10_000)
+    monkeypatch.setattr(feed_module, "MAX_KEPT_BYTES", 20_000)
+    monkeypatch.setattr(events_module, "_EVENTS_AT_ONCE", 2)
+    feed, mirror = registry.catalog.feed, Mirror(watch(registry.catalog, ""))
+    epoch, begin = await registry.catalog.position()
+    await mirror.snapshot()
+    for seed in range(12):
+        await publish(registry, "sql", seed, latest=False, labels={"note": 4000 * "x"})
+        await mirror.until(f"sql:v{seed + 1}", PRIVATE)
+    assert 3 <= feed.state()["num_kept_events"] <= 4
+    assert len(await registry.catalog.events.read(epoch, begin, 12)) == 4
+    late = Mirror(watch(registry.catalog, f"{epoch}:{begin}"))
+    await late.until("sql:v12", PRIVATE)
+    assert late.snapshots == 0
+    assert [late.known[f"sql:v{number}"] for number in range(1, 13)] == [PRIVATE] * 12
+
+
 async def test_the_versions_of_one_adapter_come_in_messages_that_gateways_can_receive(
     registry: Registry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -123,6 +147,28 @@ async def test_the_versions_of_one_adapter_come_in_messages_that_gateways_can_re
     assert [each.snapshot_begin for each in messages] == [True] + [False] * (len(messages) - 1)
     assert [each.snapshot_end for each in messages] == [False] * (len(messages) - 1) + [True]
     assert [each.resume_token for each in messages[:-1]] == [""] * (len(messages) - 1)
+
+
+async def test_a_snapshot_reads_an_adapter_in_parts_and_its_tags_once(
+    registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Redis answered nobody else while it read 10,000 versions with long labels."""
+    monkeypatch.setattr(watch_module, "_PAGE_VERSIONS", 2)
+    for seed in range(7):
+        await publish(registry, "sql", seed, f"t{seed}")
+    await publish(registry, "web", 8)
+    await registry.deletion.version("default", "sql", 3, "me", force=True, purge=False)
+    batches: list[Batch] = []
+    async for batch in watch(registry.catalog, ""):
+        batches.append(batch)
+        if batch.ends_snapshot:
+            break
+    found = [
+        [event["doc"].get("version", event["doc"].get("tag")) for event in batch.events]
+        for batch in batches
+    ]
+    tags = ["latest", "t0", "t1", "t3", "t4", "t5", "t6"]
+    assert found == [[None], [1, 2], [4, 5], [6, 7, *tags], [1, "latest"], []], "a base is first"
 
 
 async def test_a_watch_that_got_a_part_of_a_batch_resumes_before_it(
@@ -151,9 +197,9 @@ async def test_a_tenants_snapshot_reads_no_private_adapters_of_others(
     scopes: list[str] = []
 
     async def noted(*args: Any, **options: Any) -> Any:
-        epoch, page = await read_page(*args, **options)
-        scopes.extend(scope for scope, _ in page)
-        return epoch, page
+        page = await read_page(*args, **options)
+        scopes.extend(scope for scope, _ in page.adapters)
+        return page
 
     monkeypatch.setattr(registry.catalog, "page", noted)
     mirror = Mirror(visible_batches(registry.catalog, ACME, ""))

@@ -177,3 +177,33 @@ async def test_deleting_the_newest_two_versions_again_and_again_looks_through_fe
             await apply(number + 1, generation=2)
             assert await num_reads() - before < 50
             assert await client.hget(key, "newest") == b"1"
+
+
+@pytest.mark.hostile
+async def test_a_deleted_version_takes_little_of_the_memory_of_redis(
+    registry: Registry, metadata_url: str
+) -> None:
+    """It stays, with labels of up to 32 KiB, for as long as the index does."""
+    await publish(registry, "sql", 1, labels={"note": 30_000 * "x"})
+    key = f"{PREFIX}{await registry.catalog.epoch()}:a:default/sql"
+    async with redis.asyncio.Redis.from_url(metadata_url) as client:
+        assert await client.hstrlen(key, "v1") > 30_000
+        await registry.deletion.version("default", "sql", 1, "x", force=True, purge=False)
+        assert await client.hstrlen(key, "v1") < 400
+
+
+@pytest.mark.hostile
+async def test_deleted_versions_are_looked_through_once(
+    registry: Registry, metadata_url: str
+) -> None:
+    """A trainer deletes all but its newest updates, and each one reads those that are left."""
+    for seed in range(8):
+        await publish(registry, "sql", seed, latest=False)
+    for number in (2, 3, 5, 6, 7):
+        await registry.deletion.version("default", "sql", number, "x", force=True, purge=False)
+    key = f"{PREFIX}{await registry.catalog.epoch()}:a:default/sql"
+    async with redis.asyncio.Redis.from_url(metadata_url) as client:
+        for _ in range(2):
+            live = (await registry.catalog.find("default/sql", "live")).versions
+            assert [version.version for version in live] == [1, 4, 8]
+            assert await client.hmget(key, "p8", "p4") == [b"4", b"1"]

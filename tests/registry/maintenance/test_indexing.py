@@ -17,10 +17,11 @@ from loraplex_services.common import documents
 from loraplex_services.common.objects import open_store
 from loraplex_services.common.redis_url import connect_redis
 from loraplex_services.registry import layout
-from loraplex_services.registry.access.lookup import Cursor, Query
+from loraplex_services.registry.access.lookup import Query
 from loraplex_services.registry.access.permissions import Access
 from loraplex_services.registry.assembly import Registry, assemble
 from loraplex_services.registry.index.catalog import PREFIX, Catalog
+from loraplex_services.registry.index.found import Cursor
 from loraplex_services.registry.index.items import IndexChange
 from loraplex_services.registry.index.metadata_server import MetadataServer
 from loraplex_services.registry.index.redis_calls import CatalogDown
@@ -160,7 +161,7 @@ async def test_a_read_during_which_redis_is_flushed_answers_from_before_or_not_a
         "usage": lambda: catalog.usage("default"),
         "known_blobs": lambda: catalog.known_blobs("default", blobs),
         "find": lambda: catalog.find("default/sql", "tag", "latest"),
-        "page": lambda: catalog.page("names", "-", "+", 10, all_versions=True),
+        "page": lambda: catalog.page("names", "-", "+", 10, which="versions"),
         "position": catalog.position,
     }
     true = {name: await read() for name, read in reads.items()}
@@ -220,7 +221,7 @@ async def test_an_index_that_went_back_in_time_is_never_read_and_is_replaced(
     await _go_back(raw, old)
     assert await registry.catalog.epoch() == old_epoch
     with pytest.raises(CatalogDown):
-        await registry.catalog.page("names", "-", "+", 10, all_versions=True)
+        await registry.catalog.page("names", "-", "+", 10, which="versions")
     assert await _version_of(registry, "sql") == 2, "read from the objects"
     await registry.indexer.ensure()
     assert await _version_of(registry, "sql") == 2
@@ -235,8 +236,8 @@ async def test_a_writer_replaces_an_index_that_went_back_in_time(
     await publish(registry, "sql", 2)
     await _go_back(raw, old)
     await publish(registry, "sql", 3)
-    _, page = await registry.catalog.page("names", "-", "+", 10, all_versions=True)
-    assert [len(found.versions) for _, found in page] == [3]
+    page = await registry.catalog.page("names", "-", "+", 10, which="versions")
+    assert [len(found.versions) for _, found in page.adapters] == [3]
 
 
 async def test_a_change_that_never_reached_the_index_is_repaired(registry: Registry) -> None:

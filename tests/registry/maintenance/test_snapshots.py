@@ -13,7 +13,7 @@ from loraplex_services.common.objects import ObjectStore, open_store
 from loraplex_services.common.redis_url import connect_redis
 from loraplex_services.registry import layout
 from loraplex_services.registry.assembly import Registry
-from loraplex_services.registry.index.catalog import Found
+from loraplex_services.registry.index.found import Found
 from loraplex_services.registry.maintenance import housekeeping
 from loraplex_services.registry.maintenance.gc import Collector
 from loraplex_services.registry.maintenance.housekeeping import copy_if_due

@@ -19,6 +19,7 @@ from loraplex_services.registry.access.sharing import SharingChange
 from loraplex_services.registry.api.publish_options import options_from_proto
 from loraplex_services.registry.assembly import Registry
 from loraplex_services.registry.index import catalog
+from loraplex_services.registry.index import found as found_module
 from loraplex_services.registry.publish import claims, retention
 from loraplex_services.registry.records import PRIVATE, PUBLIC, VersionRecord
 from tests.registry.house import publish
@@ -88,7 +89,7 @@ async def test_an_update_reads_no_more_records_after_many_others(
         num_decoded += kind is VersionRecord
         return decode(kind, data)
 
-    for module in (catalog, documents):
+    for module in (found_module, documents):
         monkeypatch.setattr(module, "decode", counting)
     counts = []
     for seed in range(1, 31):
@@ -277,8 +278,8 @@ async def test_an_ended_version_shows_who_could_see_it_where_the_index_knows(
     epoch, before = await registry.catalog.position()
     monkeypatch.setattr(retention, "now_s", lambda: done.version.expires_s + 1)
     await registry.retention.expire()
-    events = await registry.catalog.read_events(epoch, before, 10, None)
-    [ended] = [event["doc"] for _, event in events if event["kind"] == "version"]
+    events = await registry.catalog.events.read(epoch, before, 10)
+    [ended] = [each.doc["doc"] for each in events if each.doc["kind"] == "version"]
     assert (ended["visibility"], ended["generation"]) == (PRIVATE, 2)
 
 
