@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from loraplex.adapter_format import File
 from loraplex.adapter_format.added_tokens import TEXT_FILES
 from loraplex.adapter_format.rope_scaling import RopeScaling, parse
@@ -9,6 +11,9 @@ from loraplex.api.format_wire import adapter_pooling_from_proto
 from loraplex.errors import InvalidAdapter
 from loraplex.v1 import registry_pb2
 from loraplex_services.gateway.registry.snapshot import Version
+
+_MAX_LABELS = 16
+_MAX_LABEL_CHARS = 64
 
 
 def version_from_wire(message: registry_pb2.AdapterVersion) -> Version:
@@ -36,8 +41,15 @@ def version_from_wire(message: registry_pb2.AdapterVersion) -> Version:
         rope_scaling=_rope_scaling(message.rope_scaling),
         eos_token_ids=tuple(message.eos_token_ids),
         is_ephemeral=message.expires_unix_s > 0,
-        labels=tuple(sorted({**message.labels, **message.adapter_labels}.items())),
+        labels=_labels({**message.labels, **message.adapter_labels}),
     )
+
+
+def _labels(labels: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
+    """The first labels, which the list of the console shows. Labels of 10,000 versions of one
+    adapter may have 0.6 GB, and the page of a version asks the registry for them."""
+    shown = sorted(labels.items())[:_MAX_LABELS]
+    return tuple((key, value[:_MAX_LABEL_CHARS]) for key, value in shown)
 
 
 def _rope_scaling(text: str) -> RopeScaling | None:

@@ -5,7 +5,7 @@ Pure.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from loraplex.api.registry import Tag
 from loraplex.refs import LATEST, Ref, split_choice
@@ -35,7 +35,8 @@ class Version(ServedContent):
     is_public: bool = False
     shared_with: frozenset[str] = frozenset()
     labels: tuple[tuple[str, str], ...] = ()
-    """Labels of the version and of its adapter. Those of the adapter take precedence."""
+    """The first labels of the version and of its adapter, and the beginnings of their values. Those
+    of the adapter take precedence."""
 
     @property
     def label(self) -> str:
@@ -66,6 +67,9 @@ class _Entry:
 
     versions: dict[int, Version] = field(default_factory=dict)
     tags: dict[str, Tag] = field(default_factory=dict)
+    recipients: frozenset[str] = frozenset()
+    """Whom the adapter is shared with: one object for thousands of versions, with up to 1,000
+    names."""
 
 
 class RegistrySnapshot:
@@ -112,6 +116,10 @@ class RegistrySnapshot:
             entry.versions.pop(version.number, None)
             self._forget_if_gone(version.tenant, version.name, entry)
             return
+        if version.shared_with:
+            if version.shared_with != entry.recipients:
+                entry.recipients = version.shared_with
+            version = replace(version, shared_with=entry.recipients)
         entry.versions[version.number] = version
         if version.is_public or version.shared_with:
             self._for_others.add((version.tenant, version.name.lower()))

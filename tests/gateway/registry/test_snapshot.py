@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 import random
+from dataclasses import replace
 
 import pytest
 
 from loraplex.api.registry import Tag, TagTarget
 from loraplex.refs import Ref
+from loraplex.v1 import registry_pb2
+from loraplex_services.gateway.registry.convert import version_from_wire
 from loraplex_services.gateway.registry.snapshot import RegistrySnapshot, Version
 
 TENANTS = ("acme", "globex", "initech")
@@ -73,8 +75,8 @@ def test_an_adapter_whose_last_version_was_deleted_is_forgotten() -> None:
         snapshot.put_version(version)
         snapshot.put_tag(latest)
         assert snapshot.find(Ref("acme", name), "") == version
-        tombstone = dataclasses.replace(version, deleted=True)
-        ended = dataclasses.replace(latest, targets=(), generation=2)
+        tombstone = replace(version, deleted=True)
+        ended = replace(latest, targets=(), generation=2)
         if number % 3:
             snapshot.put_version(tombstone)
         snapshot.put_tag(ended)
@@ -92,6 +94,29 @@ def test_deleted_versions_of_an_adapter_with_others_are_forgotten() -> None:
     for number in range(1, 101):
         snapshot.put_version(_version("acme", "sql", number=number))
         old = _version("acme", "sql", number=number - 1)
-        snapshot.put_version(dataclasses.replace(old, deleted=True))
+        snapshot.put_version(replace(old, deleted=True))
     assert [*snapshot._entries["acme", "sql"].versions] == [100]
     assert snapshot.version("acme", "sql", 99) is None
+
+
+def test_versions_of_an_adapter_keep_one_list_of_its_recipients() -> None:
+    """1,000 names for each of 10,000 versions have 1 GB."""
+    snapshot = RegistrySnapshot()
+    for number in (1, 2):
+        names = frozenset({"globex", "initech"})
+        snapshot.put_version(replace(_version("acme", "sql", number), shared_with=names))
+    first, second = (snapshot.version("acme", "sql", number) for number in (1, 2))
+    assert first is not None and second is not None
+    assert first.shared_with is second.shared_with
+    snapshot.put_version(replace(second, shared_with=frozenset({"globex"})))
+    assert first.shared_with == {"globex", "initech"}
+    changed = snapshot.version("acme", "sql", 2)
+    assert changed is not None and changed.shared_with == {"globex"}
+
+
+def test_a_gateway_keeps_a_bounded_part_of_the_labels_of_a_version() -> None:
+    labels = {f"k{number:02}": 256 * "x" for number in range(64)}
+    message = registry_pb2.AdapterVersion(tenant="acme", name="sql", version=1, labels=labels)
+    kept = version_from_wire(message).labels
+    assert [key for key, _ in kept] == sorted(labels)[:16]
+    assert {value for _, value in kept} == {64 * "x"}
