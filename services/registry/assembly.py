@@ -113,7 +113,7 @@ def assemble(
         certificates=certificates,
         rules=rules,
         staging=staging,
-        sharing=AdapterSharing(store, catalog, versions, audit),
+        sharing=AdapterSharing(store, catalog, audit),
         lookup=Lookup(store, catalog),
         indexer=indexer,
         snapshots=snapshots,

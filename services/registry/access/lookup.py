@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,7 +46,8 @@ class ResolvedVersion:
 
     version: VersionRecord
     adapter: AdapterRecord | None
-    tags: tuple[TagRecord, ...]
+    tags: Sequence[TagRecord]
+    """All tags of the adapter, or in a list those of the version."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,12 +137,14 @@ class Lookup:
             scanned, end = await self._scan(query, access, after, most)
             note_read.get()(sum(found.num_documents for _, found in scanned))
             for scope, found in scanned:
+                tags = _by_version(found.tags)
                 for version in _kept(found, query, access, scope):
                     if scope == after.scope and version.version <= after.version:
                         continue
                     if len(entries) == page_size:
                         return entries, Cursor.at(entries[-1].version)
-                    entries.append(ResolvedVersion(version, found.adapter, found.tags))
+                    shown = tags.get(version.version, ())
+                    entries.append(ResolvedVersion(version, found.adapter, shown))
             if end is None:
                 return entries, None
             after, most = end, _SCAN_ADAPTERS
@@ -234,6 +237,16 @@ def _selected(found: Found, ref: Ref, split_key: str) -> VersionRecord | None:
     )
     live = [record for record in found.versions if not record.deleted and matches(record)]
     return live[-1] if live else None
+
+
+def _by_version(tags: Iterable[TagRecord]) -> Mapping[int, Sequence[TagRecord]]:
+    """The tags that point at each version. Comparing each version with each tag takes seconds where
+    there are 1,000 of both."""
+    found: dict[int, list[TagRecord]] = {}
+    for tag in tags:
+        for target in tag.targets:
+            found.setdefault(target.version, []).append(tag)
+    return found
 
 
 def _current(found: Found, live: list[VersionRecord]) -> list[VersionRecord]:

@@ -7,13 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 
 from loraplex.errors import AdapterNotFound, InvalidRequest
 from loraplex_services.common import documents
+from loraplex_services.common.callers import note_read
 from loraplex_services.common.limits import MAX_LABELS_BYTES
 from loraplex_services.common.objects import ObjectStore
 from loraplex_services.registry import layout
 from loraplex_services.registry.access.audit import Audit
 from loraplex_services.registry.index.catalog import Catalog
 from loraplex_services.registry.index.items import adapter_item, scope_of
-from loraplex_services.registry.index.versions import Versions
 from loraplex_services.registry.records import PRIVATE, PUBLIC, SHARED, AdapterRecord
 
 MAX_SHARED_WITH = 1000
@@ -38,7 +38,6 @@ class AdapterSharing:
 
     store: ObjectStore
     catalog: Catalog
-    versions: Versions
     audit: Audit
 
     async def set(self, tenant: str, name: str, wanted: SharingChange, actor: str) -> AdapterRecord:
@@ -95,10 +94,13 @@ class AdapterSharing:
     ) -> tuple[AdapterRecord, str]:
         """The record after a change, which is in the index, and `tenant/name` as it was first
         published. Raises: AdapterNotFound."""
-        live = [record for record in await self.versions.of(tenant, name) if not record.deleted]
-        if not live:
+        scope = scope_of(tenant, name)
+        newest = (await self.catalog.find(scope, "newest", "1")).versions
+        if not newest:
             raise AdapterNotFound(f"{tenant}/{name}")
-        operation = await self.catalog.note_pending(scope_of(tenant, name))
+        # Each watch shows all versions of an adapter that has changed.
+        note_read.get()(self.catalog.feed.num_watchers * await self.catalog.num_live(scope))
+        operation = await self.catalog.note_pending(scope)
 
         def step(current: AdapterRecord | None) -> AdapterRecord | None:
             held = current or AdapterRecord(tenant, name, PRIVATE, generation=0)
@@ -111,8 +113,8 @@ class AdapterSharing:
         record = await documents.change(self.store, key, AdapterRecord, step)
         assert record is not None, "a changed adapter has a record"
         items = [adapter_item(record)]
-        await self.catalog.apply(scope_of(tenant, name), items, operation=operation)
-        return record, f"{tenant}/{live[0].shown_name}"
+        await self.catalog.apply(scope, items, operation=operation)
+        return record, f"{tenant}/{newest[0].shown_name}"
 
 
 def check_label_bytes(labels: Mapping[str, str], field: str) -> None:

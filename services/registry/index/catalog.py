@@ -194,6 +194,11 @@ class Catalog:
             return None
         return int(found[0]), int(found[1]), [record_of(VersionRecord, v) for v in found[2:] if v]
 
+    async def num_live(self, scope: str) -> int:
+        """How many versions of an adapter are not deleted; fewer where an earlier build indexed
+        some."""
+        return int(await self._run("read", ["HGET", f"a:{scope}", "live"]) or 0)
+
     async def num_tags(self, scope: str) -> int:
         """How many tags an adapter has, deleted ones included."""
         return int(await self._patiently(lambda: self._run("read", ["HLEN", f"t:{scope}"])))

@@ -53,7 +53,7 @@ class EventFeed:
         """Events up to `_last` without a gap."""
         self._kept_bytes = 0
         self._problem = ""
-        self._num_watchers = 0
+        self.num_watchers = 0
         self._task: asyncio.Task[None] | None = None
         self._round = asyncio.Event()
         """Set at the end of each read; the next one gets its own."""
@@ -65,14 +65,14 @@ class EventFeed:
             "epoch": self._epoch,
             "last_event": self._last,
             "num_kept_events": len(self._kept),
-            "num_watchers": self._num_watchers,
+            "num_watchers": self.num_watchers,
             "problem": self._problem,
         }
 
     @asynccontextmanager
     async def joined(self) -> AsyncIterator[None]:
         """Follow the stream for one more watcher."""
-        self._num_watchers += 1
+        self.num_watchers += 1
         if self._task is None:
             # Events from a time without watchers are not replayed.
             self._epoch, self._last, self._is_current = "", 0, False
@@ -81,8 +81,8 @@ class EventFeed:
         try:
             yield
         finally:
-            self._num_watchers -= 1
-            if not self._num_watchers and self._task is not None:
+            self.num_watchers -= 1
+            if not self.num_watchers and self._task is not None:
                 self._task.cancel()
                 self._task = None
 

@@ -110,6 +110,19 @@ async def test_a_call_counts_by_what_it_reads_and_shows(
 
 
 @pytest.mark.hostile
+async def test_a_change_of_an_adapter_counts_by_the_versions_that_watches_read(
+    registry: Registry, num_read: list[int]
+) -> None:
+    for seed in range(3):
+        await publish(registry, "sql", seed)
+    await registry.deletion.version("default", "sql", 2, "me", force=True, purge=False)
+    async with registry.catalog.feed.joined(), registry.catalog.feed.joined():
+        num_read.clear()
+        await registry.sharing.describe("default", "sql", "words", {}, (), "me")
+    assert num_read == [2 * 2]
+
+
+@pytest.mark.hostile
 async def test_a_refused_call_for_an_own_adapter_counts_by_what_it_reads(
     registry: Registry, num_read: list[int]
 ) -> None:
@@ -163,6 +176,17 @@ async def test_a_page_of_versions_reads_few_of_them(
                 found += [entry.version.ref for entry in page]
                 assert len(page) <= size and sum(num_read) <= 2 * (size + 1) + 2
             assert found == everything
+
+
+@pytest.mark.hostile
+async def test_a_list_compares_no_version_with_the_tags_of_others(registry: Registry) -> None:
+    """A page of 1,000 versions kept a registry busy for 2 s where there were as many tags."""
+    for seed in range(4):
+        await publish(registry, "sql", seed, f"t{seed}", f"u{seed}")
+    page, _ = await registry.lookup.page(Query(all_versions=True), ROOT, 10, Cursor())
+    found = [(entry.version.version, [tag.tag for tag in entry.tags]) for entry in page]
+    assert found == [(1, ["t0", "u0"]), (2, ["t1", "u1"]), (3, ["t2", "u2"]),
+                     (4, ["latest", "t3", "u3"])]  # fmt: skip
 
 
 async def test_parts_of_an_adapter_are_put_together(
