@@ -33,12 +33,15 @@ class StopScanner:
         self._include = include
         self._held = ""
 
-    def push(self, text: str) -> Scan:
-        """Add text. After a match nothing more must be pushed."""
+    def push(self, text: str, *, may_stop: bool = True) -> Scan:
+        """Add text. After a match nothing more must be pushed.
+
+        Without `may_stop`, no stop string is complete in this text, but one may begin in it.
+        """
         if not self._stops:
             return Scan(text)
         buffer = self._held + text
-        match = self._first_match(buffer)
+        match = self._first_match(buffer, len(self._held)) if may_stop else None
         if match is not None:
             end, start = match
             self._held = ""
@@ -52,9 +55,14 @@ class StopScanner:
         held, self._held = self._held, ""
         return held
 
-    def _first_match(self, buffer: str) -> tuple[int, int] | None:
-        """(end, start) of the match that ends first, then starts first."""
-        matches = [(at + len(s), at) for s in self._stops if (at := buffer.find(s)) >= 0]
+    def _first_match(self, buffer: str, num_old: int) -> tuple[int, int] | None:
+        """(end, start) of the match that ends first, then starts first, of those that end after
+        the first `num_old` characters."""
+        matches = []
+        for stop in self._stops:
+            start = buffer.find(stop, max(0, num_old + 1 - len(stop)))
+            if start >= 0:
+                matches.append((start + len(stop), start))
         return min(matches, default=None)
 
     def _held_back(self, buffer: str) -> int:
@@ -110,16 +118,17 @@ class ChoiceText:
     def _scan(self, text: str, shown: list[str]) -> str | None:
         """Mutates: shown, num_tokens."""
         self.num_tokens += 1
-        if self.num_tokens <= self._rules.min_tokens:
-            shown.append(text)
-            return None
-        scan = self._scanner.push(text)
+        scan = self._scanner.push(text, may_stop=self._may_stop)
         shown.append(scan.text)
         return scan.matched
 
+    @property
+    def _may_stop(self) -> bool:
+        return self.num_tokens > self._rules.min_tokens
+
     def _finish(self, shown: list[str]) -> str | None:
         """Release what was held back, which may complete a stop string. Mutates: shown."""
-        scan = self._scanner.push(self._detokenizer.flush())
+        scan = self._scanner.push(self._detokenizer.flush(), may_stop=self._may_stop)
         shown.append(scan.text)
         if scan.matched is None:
             shown.append(self._scanner.flush())

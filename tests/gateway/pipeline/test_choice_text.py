@@ -109,6 +109,14 @@ def test_stop_strings_count_only_after_min_tokens() -> None:
     assert "".join(text_delta.text for text_delta in text_deltas) == "aa"
 
 
+def test_a_stop_string_may_begin_within_min_tokens_but_not_end_there() -> None:
+    events = _events(list(b"abcab"), [1, 2, 3, 4], FinishReason.LENGTH)
+    for stops, min_tokens, shown in ((("bc",), 2, "a"), (("ab",), 2, "abc"), (("ab",), 5, "abcab"),
+                                     (("ab", "abc"), 2, "")):  # fmt: skip
+        text_deltas, _ = _text_deltas(events, TextRules(stops, min_tokens=min_tokens))
+        assert "".join(text_delta.text for text_delta in text_deltas) == shown, (stops, min_tokens)
+
+
 def test_half_a_character_is_flushed_at_the_end() -> None:
     (text_delta,), _ = _text_deltas(_events([97, 0xC3], [], FinishReason.LENGTH), TextRules())
     assert text_delta.text == "a\ufffd"
