@@ -14,21 +14,23 @@ _FILES: tuple[tuple[re.Pattern[str], str], ...] = (
         re.compile(
             r"training_args\.(bin|json)|(optimizer|scheduler|scaler)\.(pt|bin)"
             r"|rng_state(_\d+)?\.pth|(trainer|tokens)_state\.json|trainer_log\.jsonl"
-            r"|(all|train|eval|predict|test)_results\.json|latest|zero_to_fp32\.py",
+            r"|(all|train|eval|predict|test)_results\.json|latest|zero_to_fp32\.py"
+            # ms-swift's arguments, and its fields of LoRA that PEFT lacks, all for training
+            r"|(sft_)?args\.json|additional_config\.json|events\.out\.tfevents\..*",
             _FLAGS,
         ),
         "is the state of a training, which decoding does not need",
     ),
     (
         re.compile(
-            r"config\.json|modules\.json|sentence_bert_config\.json"
+            r"config(uration)?\.json|modules\.json|sentence_bert_config\.json"
             r"|config_sentence_transformers\.json|(video_)?(pre)?processor_config\.json",
             _FLAGS,
         ),
         "describes the base or a pipeline around it; the base's own is used",
     ),
     (
-        re.compile(r"vocab\.txt|spiece\.model|sentencepiece\.bpe\.model", re.ASCII),
+        re.compile(r"vocab\.txt|spiece\.model|sentencepiece\.bpe\.model|tekken\.json", re.ASCII),
         "is a tokenizer file that is not read; tokenizer.json is",
     ),
     (
@@ -46,12 +48,20 @@ _FOLDERS: tuple[tuple[re.Pattern[str], str], ...] = (
         "is a checkpoint of the training; to publish it, upload that folder",
     ),
     (
-        re.compile(r"global_step\d+|runs|logs?|wandb|mlruns|tensorboard|events", re.ASCII),
+        re.compile(
+            r"global_step\d+|runs|logs?|wandb|mlruns|tensorboard|events|completions"
+            r"|(pytorch_model_fsdp|optimizer)_\d+",
+            re.ASCII,
+        ),
         "is the state of a training, which decoding does not need",
     ),
     (
         re.compile(r"images|assets|figures|plots|media|samples|eval", re.ASCII),
         "is not needed for decoding",
+    ),
+    (
+        re.compile(r"additional_chat_templates", re.ASCII),
+        "has chat templates that are not read; chat_template.jinja is",
     ),
     (
         re.compile(r"\d+_(Pooling|Normalize|Transformer)", re.ASCII),

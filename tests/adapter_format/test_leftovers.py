@@ -16,7 +16,8 @@ from tests.adapter_format.builders import refused, write
     "name",
     ["training_args.bin", "optimizer.pt", "rng_state_0.pth", "trainer_state.json", "sample.png",
      "eval_results.json", "CARD.md", "requirements.txt", "config.json", "NOTICE",
-     "training_loss.png", "trainer_log.jsonl", "spiece.model"],
+     "training_loss.png", "trainer_log.jsonl", "spiece.model", "tekken.json",
+     "args.json", "additional_config.json", "configuration.json", "events.out.tfevents.1.host"],
 )  # fmt: skip
 def test_files_of_training_and_pages_are_left_out(name: str, tmp_path: Path) -> None:
     (write(tmp_path) / name).write_bytes(b"x")
@@ -24,7 +25,8 @@ def test_files_of_training_and_pages_are_left_out(name: str, tmp_path: Path) -> 
     assert left_out(tmp_path) == LeftOut((name,), ())
 
 
-@pytest.mark.parametrize("name", ["checkpoint-500", "runs", "wandb", "images"])
+@pytest.mark.parametrize("name", ["checkpoint-500", "runs", "wandb", "images", "completions",
+                                  "additional_chat_templates", "optimizer_0"])  # fmt: skip
 def test_folders_of_training_are_left_out(name: str, tmp_path: Path) -> None:
     (write(tmp_path) / name).mkdir()
     assert left_out(tmp_path) == LeftOut((name,), ())
