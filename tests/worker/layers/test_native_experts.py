@@ -78,6 +78,16 @@ def compare_with_looped(native, experts, activation, dtype):
             assert own.equal(y[alone])
 
 
+@pytest.mark.parametrize("activation", ["silu", "gelu_pytorch_tanh", ClampedSwiglu(1.702, 0.9)])
+def test_experts_of_nan_are_nan(native, activation):
+    experts = NativeExperts(native, experts_of(native, torch.float32), NativeGate.of(activation))
+    x, chosen = torch.randn(3, HIDDEN), torch.tensor([[0, 1]] * 3)
+    x[1] = torch.nan
+    y = experts.forward(x, chosen, torch.full((3, 2), 0.5), LoraBatch((), {}))
+    assert y.isnan().all(1).tolist() == [False, True, False]
+    assert y[::2].isfinite().all()
+
+
 @pytest.mark.parametrize("renormalise", [False, True])
 def test_the_chosen_experts_are_those_of_torch(native, renormalise):
     scores = 4 * torch.randn(50, 130)
@@ -98,3 +108,4 @@ def test_equal_and_undefined_scores_choose_different_experts(native):
     assert chosen[0].tolist() == [0, 1, 2]
     assert weights[0].tolist() == pytest.approx([1 / 3] * 3)
     assert all(len(set(row)) == 3 for row in chosen.tolist())
+    assert weights[1:].isnan().all()

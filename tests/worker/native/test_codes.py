@@ -87,6 +87,20 @@ def test_a_row_of_tiny_inputs_does_not_depend_on_its_neighbours(compiled, kind):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_products_of_nan_are_nan(compiled, kind, dtype):
+    code, group_size, has_zeros = kind
+    weight = CodedLinear(
+        compiled, weight_in_codes((40, 200), code, group_size, has_zeros=has_zeros)
+    )
+    for num_rows, at in ((1, 0), (3, 100), (17, 199)):
+        x = rows_between_nans(num_rows, 200, dtype)
+        expected = weight.apply(x)
+        x[num_rows // 2, at] = expected[num_rows // 2] = float("nan")
+        torch.testing.assert_close(weight.apply(x), expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("kind", [("int8", 10_000), ("int4", 64), ("float8", 64)], ids=str)
 def test_the_best_output_is_the_first_of_the_largest(compiled, kind, dtype):
     half = weight_in_codes((1500, 64), *kind)

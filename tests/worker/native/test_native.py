@@ -192,6 +192,8 @@ def test_an_activation_times_a_matrix_equals_torch(compiled, dtype, operation, a
     for gates in (x[:, 3:53], x[:, :1]):
         found = compiled.elementwise(operation, gates, x[:, 50:])
         close(found, (activate(gates.double()).to(dtype) * x[:, 50:]).to(dtype))
+    x[2, 3:53] = torch.nan
+    assert compiled.elementwise(operation, x[:, 3:53], x[:, 50:])[2].isnan().all()
 
 
 def test_torch_is_the_path_that_can_always_be_forced():

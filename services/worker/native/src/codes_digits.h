@@ -207,11 +207,15 @@ private:
         if (n % 32 == 0) return split_halves(x, n, row, first, factor);
         const int64_t low = low_bytes, step = chunk_bytes - kChunk + 16;
         int8_t* high = at(row, first);
-        __m512 largest = _mm512_setzero_ps();
+        // Compared as integers: of numbers, the larger has the larger bits, and NaN has larger ones than any.
+        __m512i largest = _mm512_setzero_si512();
         for (int64_t i = 0; i < n; i += 16) {
-            largest = _mm512_max_ps(largest, _mm512_abs_ps(load_n(x + i, n - i).v));
+            const __m512 magnitude = _mm512_abs_ps(load_n(x + i, n - i).v);
+            largest = _mm512_max_epi32(largest, _mm512_castps_si512(magnitude));
         }
-        const float top = _mm512_reduce_max_ps(largest);
+        const int32_t bits = _mm512_reduce_max_epi32(largest);
+        float top;
+        std::memcpy(&top, &bits, sizeof top);
         const __m512 inverse = _mm512_set1_ps(top > 0.0f ? kLargest / top : 0.0f);
         __m512i sum = _mm512_setzero_si512();
         for (int64_t i = 0; i < n; i += 16) {

@@ -130,8 +130,9 @@ void clamped_gate_row(const T* both, T* y, int64_t width, float alpha, float lim
         store(pairs, load_n(both + 2 * i, 2 * n));
         store(pairs + kLanes, load_n(both + 2 * i + kLanes, 2 * n - kLanes));
         for (int64_t j = 0; j < kLanes; ++j) gates[j] = pairs[2 * j], ups[j] = pairs[2 * j + 1];
-        const Vec gate = min(load(gates), most);
-        const Vec up = add(max(min(load(ups), most), least), set1(1.0f));
+        // NaN stays NaN, as in `exp`.
+        const Vec gate = min(most, load(gates));
+        const Vec up = add(max(least, min(most, load(ups))), set1(1.0f));
         store_n(y + i, mul(up, sigmoid_product(gate, mul(gate, set1(alpha)))), n);
     }
 }

@@ -253,9 +253,10 @@ inline void store_n(T* p, Vec a, int64_t n) {
     if (n > 0) std::memcpy(p, lanes, n * sizeof(T));
 }
 
-// e^x to 2 ulp, for x <= 88; about 1e-38 below -87.
+// e^x to 2 ulp, for x <= 88; about 1e-38 below -87. On x86, min and max return their second argument if one
+// is NaN, so x comes second.
 inline Vec exp(Vec x) {
-    x = max(min(x, set1(88.0f)), set1(-87.3f));
+    x = max(set1(-87.3f), min(set1(88.0f), x));
     const Vec n = round(mul(x, set1(1.44269504f)));
     Vec r = fma(n, set1(-0.693359375f), x);
     r = fma(n, set1(2.12194440e-4f), r);
