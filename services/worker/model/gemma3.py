@@ -8,7 +8,11 @@ from typing import Any
 from loraplex_services.worker.model.config_reader import ModelConfigReader
 from loraplex_services.worker.model.gemma2 import DEFAULTS, read_gemma
 from loraplex_services.worker.model.plain import FULL, SLIDING, read_layer_types, windows_of
-from loraplex_services.worker.model.rope_config import rope_from_params
+from loraplex_services.worker.model.rope_config import (
+    kind_of,
+    rope_from_params,
+    with_original,
+)
 from loraplex_services.worker.types.model_config import ModelConfig, RopeConfig
 
 GLOBAL_THETA = 1_000_000.0
@@ -17,9 +21,9 @@ LOCAL_THETA = 10_000.0
 
 def read_config(reader: ModelConfigReader, eos_token_ids: tuple[int, ...]) -> ModelConfig:
     """Translate config.json of the text model."""
-    ropes = _read_ropes(reader)
     defaults = replace(DEFAULTS, max_position_embeddings=131072)
     config = read_gemma(reader.without("rope_parameters"), "gemma3_text", eos_token_ids, defaults)
+    ropes = _read_ropes(reader, config.head_dim)
     period = int(reader.get("sliding_window_pattern", reader.get("_sliding_window_pattern", 6)))
     default = [FULL if (layer + 1) % period == 0 else SLIDING for layer in range(config.num_layers)]
     types = read_layer_types(reader, config.num_layers, default)
@@ -32,7 +36,7 @@ def read_config(reader: ModelConfigReader, eos_token_ids: tuple[int, ...]) -> Mo
     )
 
 
-def _read_ropes(reader: ModelConfigReader) -> dict[str, RopeConfig]:
+def _read_ropes(reader: ModelConfigReader, head_dim: int) -> dict[str, RopeConfig]:
     """Rotary embedding per layer type; `rope_scaling` changes that of the full layers only."""
     theta = reader.number("rope_theta", GLOBAL_THETA)
     local_theta = reader.number("rope_local_base_freq", LOCAL_THETA)
@@ -40,12 +44,22 @@ def _read_ropes(reader: ModelConfigReader) -> dict[str, RopeConfig]:
     params = reader.get("rope_parameters", {FULL: {}, SLIDING: {}})
     if SLIDING not in params or FULL not in params:
         raise reader.refuse("rope_parameters", params, f"must have {FULL} and {SLIDING}")
-    return {
-        FULL: rope_from_params(reader, _used({**(params[FULL] or {}), **scaling}), 1, theta),
-        SLIDING: rope_from_params(reader, _used(params[SLIDING]), 1, local_theta),
+    ropes = {
+        FULL: _read_rope(reader, {**(params[FULL] or {}), **scaling}, head_dim, theta),
+        SLIDING: _read_rope(reader, params[SLIDING] or {}, head_dim, local_theta),
     }
+    lengths = {rope.switch_len for rope in ropes.values()} - {None}
+    if len(lengths) > 1:
+        why = f"must have one original_max_position_embeddings for {FULL} and {SLIDING}"
+        raise reader.refuse("rope_parameters", sorted(map(str, lengths)), why)
+    return ropes
 
 
-def _used(params: dict[str, Any] | None) -> dict[str, Any]:
-    """The parameters without YaRN's `truncate`, which transformers does not read here."""
-    return {key: value for key, value in (params or {}).items() if key != "truncate"}
+def _read_rope(
+    reader: ModelConfigReader, params: dict[str, Any], head_dim: int, theta: float
+) -> RopeConfig:
+    """One rotary embedding, without YaRN's `truncate`, which transformers does not read here."""
+    used = {key: value for key, value in params.items() if key != "truncate"}
+    if kind_of(used) == "longrope":
+        used = with_original(reader, used)
+    return rope_from_params(reader, used, head_dim, theta)

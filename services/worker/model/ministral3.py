@@ -13,13 +13,25 @@ DEFAULTS = Defaults(
     head_dim=128, norm_eps=1e-5, max_position_embeddings=262144, rope_theta=1_000_000.0
 )
 BETA, CONTEXT_LEN = "llama_4_scaling_beta", "original_max_position_embeddings"
+DEFAULT_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 1_000_000.0,
+    "factor": 16.0,
+    CONTEXT_LEN: 16384,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    BETA: 0.1,
+}
+"""That of a config without one."""
 REPEATED = "max_position_embeddings"
 """A key of the config that is repeated among the rotary parameters."""
 
 
 def read_config(reader: ModelConfigReader, eos_token_ids: tuple[int, ...]) -> ModelConfig:
     """Translate config.json."""
-    params = rope_parameters(reader)
+    params = rope_parameters(reader, DEFAULT_ROPE)
     if not isinstance(params, dict):
         raise reader.refuse("rope_parameters", params, "must be an object")
     rope = {key: value for key, value in params.items() if key not in (BETA, REPEATED)}

@@ -67,7 +67,7 @@ def read_rope(
             raise reader.refuse(f"rope_parameters.{_PARTIAL}", part, why)
         params, partial = {k: v for k, v in params.items() if k != _PARTIAL}, 1.0
     if kind_of(params) in _WITH_ORIGINAL:
-        params = _with_original(reader, params, default_original)
+        params = with_original(reader, params, default_original)
     return rope_from_params(reader, params, head_dim, theta, partial)
 
 
@@ -87,11 +87,14 @@ def kind_of(params: dict[str, Any]) -> str:
     return _OLD_NAMES.get(kind, kind) if isinstance(kind, str) else str(kind)
 
 
-def _with_original(
-    reader: ModelConfigReader, params: dict[str, Any], default_original: int | None
+def with_original(
+    reader: ModelConfigReader, params: dict[str, Any], default_original: int | None = None
 ) -> dict[str, Any]:
-    """Add the context that the base was trained for: the config's key comes before the rope's, as
-    in transformers; without either, it is the base's context."""
+    """The parameters with the context that the base was trained for.
+
+    The config's key comes before the rope's, as in transformers; without either, it is the base's
+    context.
+    """
     context = reader.get("max_position_embeddings")
     original = reader.get(_ORIGINAL, default_original) or params.get(_ORIGINAL) or context
     found = {**params, _ORIGINAL: original}

@@ -169,8 +169,8 @@ class ModelConfig:
 
     @property
     def rope_switch_len(self) -> int | None:
-        """See `RopeConfig.switch_len`; families with such a method have one for all layers."""
-        return self.ropes[0].switch_len if self.ropes else None
+        """See `RopeConfig.switch_len`; all layers with such a method have the same one."""
+        return next((rope.switch_len for rope in self.ropes if rope.switch_len is not None), None)
 
     @property
     def kv_heads(self) -> tuple[KvHeads, ...]:

@@ -217,6 +217,41 @@ def test_a_scaling_that_is_added_to_a_new_file_goes_first_as_in_transformers(
     assert config.ropes[-1].theta == params["rope_theta"]
 
 
+def test_the_long_rope_of_some_layers_is_read_as_in_transformers(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    own = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    scaling = {"rope_type": "longrope", "original_max_position_embeddings": 64, **own}
+    theirs = transformers.Gemma3TextConfig(num_hidden_layers=6, head_dim=8, rope_scaling=scaling)
+    theirs.save_pretrained(tmp_path)
+    _, config = read_model_config(tmp_path)
+    assert [rope.kind for rope in config.ropes] == ["default"] * 5 + ["longrope"]
+    params = dict(config.ropes[-1].params)
+    assert params["factor"] == theirs.max_position_embeddings / 64
+    assert config.rope_switch_len == 64
+    raw = json.loads((tmp_path / "config.json").read_text())
+    raw["rope_parameters"]["sliding_attention"] = {
+        **scaling,
+        "original_max_position_embeddings": 32,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(Unsupported) as error:
+        read_model_config(tmp_path)
+    assert "one original_max_position_embeddings" in error.value.violations[0].description
+
+
+def test_ministral_3_without_rotary_settings_has_those_of_transformers(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.Ministral3Config(num_hidden_layers=1).rope_parameters
+    fields = {"model_type": "ministral3", "num_key_value_heads": 2, "head_dim": 8}
+    _, config = read_model_config(write(tmp_path, **fields))
+    rope = {**dict(config.ropes[0].params), "rope_theta": config.ropes[0].theta}
+    for key in ("beta_fast", "beta_slow", "factor", "mscale", "mscale_all_dim", "rope_theta",
+                "original_max_position_embeddings"):  # fmt: skip
+        assert rope[key] == theirs[key]
+    scale = config.query_scale
+    assert (scale.beta, scale.context_len) == (theirs["llama_4_scaling_beta"], 16384)
+
+
 def test_a_zero_among_the_optional_numbers_of_yarn_counts_as_absent(tmp_path):
     yarn = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64}
     zeros = {"mscale": 0.7, "mscale_all_dim": 0, "beta_fast": 0}
