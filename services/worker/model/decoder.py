@@ -230,7 +230,7 @@ class Decoder:
         hidden = self._norm.forward(own_x, own.lora, layer.transform(own_x, own_update, own))
         return torch.zeros_like(x).index_copy_(0, rows, hidden)
 
-    def foresee(self, hidden: Tensor, next_ids: Tensor, batch: ForwardBatch) -> Tensor:
+    def draft_hidden(self, hidden: Tensor, next_ids: Tensor, batch: ForwardBatch) -> Tensor:
         """Hidden states of the draft head `[T, H]`, given those of `forward` and the token after
         each position, int64 `[T]`."""
         assert self.draft_head is not None
@@ -241,7 +241,7 @@ class Decoder:
         return self.draft_head.forward(embedded, hidden, rotation, batch)
 
     def proposals(self, hidden: Tensor) -> Tensor:
-        """The likeliest token, int64 `[n]`, after each of some rows of `foresee`."""
+        """The likeliest token, int64 `[n]`, after each of some rows of `draft_hidden`."""
         width = self._head.base.out_features
         return self._base_logits(hidden, _NO_ADAPTERS, width).argmax(dim=-1)
 

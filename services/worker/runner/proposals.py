@@ -40,7 +40,7 @@ def propose(
         known = row.request.tokens(begin, begin + row.num_tokens - num_chosen)
         ids = known + own
         next_ids += ids + [0] * (row.num_tokens - len(ids))  # what a pooled prompt would go on with
-    states = model.foresee(hidden, torch.tensor(next_ids), batch)
+    states = model.draft_hidden(hidden, torch.tensor(next_ids), batch)
     if not last_rows:
         return {}
     proposals = model.proposals(states[list(last_rows.values())])
