@@ -8,6 +8,7 @@ import logging
 import re
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
@@ -39,6 +40,16 @@ class WorkerLost(Unavailable):
     reason = "WORKER_LOST"
 
 
+@dataclass(slots=True)
+class _Running:
+    """A job that has not ended."""
+
+    stream: TokenStream
+    digests: tuple[str, ...]
+    num_waiting: int
+    """Tokens that the worker has to compute before the first new one; then 0."""
+
+
 class WorkerSession:
     """Multiplexes jobs over one stream. Lives on the event loop."""
 
@@ -50,13 +61,10 @@ class WorkerSession:
     ) -> None:
         self._call: Any = stub.Session(metadata=metadata)
         self._outbox = Outbox()
-        self._streams: dict[str, TokenStream] = {}
-        self._prompt_tokens: dict[str, int] = {}
-        """Prompt length of each request that has no token yet."""
+        self._jobs: dict[str, _Running] = {}
+        """By the id of their requests on the wire."""
         self.in_flight_tokens = 0
-        """Sum of these prompt lengths."""
-        self._digests: dict[str, tuple[str, ...]] = {}
-        """Adapters of each request."""
+        """Sum of their `num_waiting`."""
         self._uses: Counter[str] = Counter()
         self.adapters: frozenset[str] = frozenset()
         """Adapters of the requests that have not ended."""
@@ -71,7 +79,7 @@ class WorkerSession:
     @property
     def in_flight(self) -> int:
         """Requests that have not ended."""
-        return len(self._streams)
+        return len(self._jobs)
 
     async def open(self, gateway_id: str) -> None:
         """Open the session with a handshake. Raises: LoraplexError."""
@@ -96,12 +104,11 @@ class WorkerSession:
         request = job.request
         wire_id = f"{request.request_id}.{request.sample_index}.{next(self._numbers)}"
         stream = TokenStream(lambda: self._cancel(wire_id), self._pacer, request.tenant)
-        self._streams[wire_id] = stream
-        self._pacer.opened(request.tenant)
         num_tokens = len(request.prompt_ids) + len(request.output_ids)
-        self._prompt_tokens[wire_id] = num_tokens
+        self._jobs[wire_id] = _Running(stream, request.adapters.digests, num_tokens)
+        self._pacer.opened(request.tenant)
         self.in_flight_tokens += num_tokens
-        self._note_adapters(wire_id, request.adapters.digests)
+        self._note_adapters(request.adapters.digests)
         self._outbox.put_job(wire_id, job)
         return stream
 
@@ -143,8 +150,8 @@ class WorkerSession:
 
         A worker that refuses a message ends the session, and with it the streams of all tenants.
         """
-        stream = self._streams.get(queued.wire_id)
-        if stream is None:
+        running = self._jobs.get(queued.wire_id)
+        if running is None:
             return None
         submit = job_to_wire(queued.job, queued.wire_id, now_s())
         message = worker_pb2.SessionRequest(submit=submit)
@@ -152,7 +159,7 @@ class WorkerSession:
         if num_bytes <= MAX_JOB_BYTES:
             return message
         self._forget(queued.wire_id)
-        stream.fail(
+        running.stream.fail(
             InvalidRequest(
                 f"the request takes {num_bytes} bytes; workers accept at most {MAX_JOB_BYTES}",
                 reason="MESSAGE_TOO_LARGE",
@@ -162,20 +169,20 @@ class WorkerSession:
 
     def _handle(self, events: worker_pb2.StepEvents) -> None:
         for event in events.tokens:
-            stream = self._streams.get(event.request_id)
-            if stream is None:
+            running = self._jobs.get(event.request_id)
+            if running is None:
                 continue
             if event.token_ids:
-                self.in_flight_tokens -= self._prompt_tokens.pop(event.request_id, 0)
-            tokens = tokens_from_wire(event, self.worker_id, self._digests[event.request_id])
+                self._note_first_token(running)
+            tokens = tokens_from_wire(event, self.worker_id, running.digests)
             if event.finish_reason:
                 self._forget(event.request_id)
-            stream.put(tokens)
+            running.stream.put(tokens)
         for failure in events.failures:
-            stream = self._streams.get(failure.request_id)
-            if stream is not None:
+            running = self._jobs.get(failure.request_id)
+            if running is not None:
                 self._forget(failure.request_id)
-                stream.fail(with_client_fields(from_detail(failure.error)))
+                running.stream.fail(with_client_fields(from_detail(failure.error)))
         self._ack_soon(events.step)
 
     def _ack_soon(self, step: int) -> None:
@@ -196,22 +203,24 @@ class WorkerSession:
             cancel = worker_pb2.SessionCancel(request_id=wire_id)
             self._outbox.put_notice(worker_pb2.SessionRequest(cancel=cancel))
 
+    def _note_first_token(self, running: _Running) -> None:
+        self.in_flight_tokens -= running.num_waiting
+        running.num_waiting = 0
+
     def _forget(self, wire_id: str) -> bool:
-        self.in_flight_tokens -= self._prompt_tokens.pop(wire_id, 0)
-        if (stream := self._streams.pop(wire_id, None)) is None:
+        if (running := self._jobs.pop(wire_id, None)) is None:
             return False
-        self._pacer.closed(stream.tenant)
-        self._drop_adapters(wire_id)
+        self._note_first_token(running)
+        self._pacer.closed(running.stream.tenant)
+        self._drop_adapters(running.digests)
         return True
 
-    def _note_adapters(self, wire_id: str, digests: tuple[str, ...]) -> None:
-        self._digests[wire_id] = digests
+    def _note_adapters(self, digests: tuple[str, ...]) -> None:
         self._uses.update(digests)
         if not self.adapters.issuperset(digests):
             self.adapters = frozenset(self._uses)
 
-    def _drop_adapters(self, wire_id: str) -> None:
-        digests = self._digests.pop(wire_id, ())
+    def _drop_adapters(self, digests: tuple[str, ...]) -> None:
         for digest in digests:
             self._uses[digest] -= 1
             if not self._uses[digest]:
@@ -220,13 +229,11 @@ class WorkerSession:
             self.adapters = frozenset(self._uses)
 
     def _fail_all(self) -> None:
-        for stream in self._streams.values():
-            stream.fail(WorkerLost(f"the connection to worker {self.worker_id} was lost"))
-            self._pacer.closed(stream.tenant)
-        self._streams.clear()
-        self._prompt_tokens.clear()
+        for running in self._jobs.values():
+            running.stream.fail(WorkerLost(f"the connection to worker {self.worker_id} was lost"))
+            self._pacer.closed(running.stream.tenant)
+        self._jobs.clear()
         self.in_flight_tokens = 0
-        self._digests.clear()
         self._uses.clear()
         self.adapters = frozenset()
 
