@@ -24,35 +24,46 @@ from loraplex_services.worker.types.runner_protocol import ModelInfo
 
 def events_to_wire(news: StepNews) -> worker_pb2.StepEvents:
     """The events of one step for one session."""
-    return worker_pb2.StepEvents(
+    events = worker_pb2.StepEvents(
         step=news.step,
-        tokens=[token_to_wire(request_id, output) for request_id, output in news.tokens],
         failures=[
             worker_pb2.RequestFailure(request_id=request_id, error=to_detail(error))
             for request_id, error in news.failures
         ],
     )
+    for request_id, output in news.tokens:
+        _write(events.tokens.add(), request_id, output)
+    return events
 
 
 def token_to_wire(request_id: str, output: TokenOutput) -> worker_pb2.TokenEvent:
     """Tokens of one request."""
-    event = worker_pb2.TokenEvent(
-        request_id=request_id,
-        token_ids=output.token_ids,
-        output_position=output.output_position,
-        finish_reason=finish_reason_to_proto(output.finish_reason),
-        stop_token_id=output.stop_token_id,
-        logprobs=[logprob_to_proto(entry) for entry in output.logprobs],
-        cached_tokens=output.cached_tokens,
-        pooled=output.pooled,
-    )
+    event = worker_pb2.TokenEvent()
+    _write(event, request_id, output)
+    return event
+
+
+def _write(event: worker_pb2.TokenEvent, request_id: str, output: TokenOutput) -> None:
+    """Fill an empty event. Most have the first three fields only."""
+    event.request_id = request_id
+    event.token_ids.extend(output.token_ids)
+    event.output_position = output.output_position
+    if output.finish_reason is not None:
+        event.finish_reason = finish_reason_to_proto(output.finish_reason)
+    if output.stop_token_id is not None:
+        event.stop_token_id = output.stop_token_id
+    if output.logprobs:
+        event.logprobs.extend(map(logprob_to_proto, output.logprobs))
+    if output.cached_tokens:
+        event.cached_tokens = output.cached_tokens
+    if output.pooled:
+        event.pooled.extend(output.pooled)
     if output.prompt_logprobs is not None:
         event.prompt_logprobs.CopyFrom(packed_logprobs_to_proto(output.prompt_logprobs))
     if output.routed_experts is not None:
         event.routed_experts.CopyFrom(routed_experts_to_proto(output.routed_experts))
     if output.timings is not None:
         event.timings.CopyFrom(timings_to_proto(output.timings))
-    return event
 
 
 def status_to_wire(news: StatusNews, config: WorkerConfig) -> worker_pb2.WatchStatusResponse:

@@ -125,7 +125,9 @@ def observe_step(new: Sequence[tuple[ServerRequest, TokenOutput]], now: float) -
     if not new:
         return
     num_prompt = sum(request.num_prompt for request, _ in new if request.first_token_s is None)
-    _step_tokens.observe(num_prompt + sum(len(output.token_ids) for _, output in new))
+    num_output = sum(len(output.token_ids) for _, output in new)
+    _step_tokens.observe(num_prompt + num_output)
+    _generation_tokens.inc(num_output)
     for request, output in new:
         _observe_output(request, output, now)
 
@@ -141,7 +143,6 @@ def _observe_output(request: ServerRequest, output: TokenOutput, now: float) -> 
         _inter_token.observe(now - request.last_token_s)
     request.last_token_s = now
     request.num_output += len(output.token_ids)
-    _generation_tokens.inc(len(output.token_ids))
     if output.finish_reason:
         _observe_end(request, output, now - request.first_token_s)
         _end_to_end.observe(now - request.arrival_s)

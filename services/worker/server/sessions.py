@@ -142,7 +142,9 @@ class ServerRequests:
         news: dict[GatewaySession, StepNews] = {}
         for output in tokens:
             if (request := self._by_key.get(output.request_id)) is not None:
-                parcel = news.setdefault(request.session, StepNews(step))
+                parcel = news.get(request.session)
+                if parcel is None:
+                    parcel = news[request.session] = StepNews(step)
                 parcel.tokens.append((request.request_id, output))
         for failure in failures:
             if (request := self._by_key.get(failure.request_id)) is not None:
