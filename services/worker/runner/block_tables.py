@@ -9,6 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
+from operator import attrgetter, is_
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -18,21 +21,11 @@ from loraplex_services.worker.runner.step_inputs import Int64s
 from loraplex_services.worker.types.request import Request
 from loraplex_services.worker.types.step_plan import PlannedRow
 
+Tables: TypeAlias = list[list[int]]
+"""The blocks of a request by KV group."""
+_START, _IS_CONTEXT = attrgetter("start"), attrgetter("is_context")
 ALIGNED_ENTRIES = 4
 """Entries of 16 bytes, which Triton expects of the start of any tensor."""
-
-
-@dataclass(slots=True)
-class TableRow:
-    """The entries of one request in the tables."""
-
-    row: int
-    tables: list[list[int]]
-    """The request's block tables. A different list means that the request has started again."""
-    first_open: int = 0
-    """Blocks before this one cannot change any more."""
-    num_blocks: int = 0
-    """Number of entries in each KV group."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,33 +62,48 @@ class BlockTables:
         """int32 `[KV groups, rows, blocks]`. Entries that no query of a step sees are void."""
         self._host = np.zeros(shape, dtype=np.int32)
         self._tokens_per_block = tokens_per_block
-        self._held: dict[Request, TableRow] = {}
+        self._held: dict[Request, int] = {}
+        """The row of each request."""
+        self._tables_of: dict[int, Tables] = {}
+        """By row: its request's tables. A different list means that the request has started
+        again."""
         self._free = list(range(max_rows - 1, -1, -1))
+        self._first_open = np.full(max_rows, -1, dtype=np.int64)
+        """By row: blocks before this one cannot change any more; -1 = nothing is written."""
+        self._num_blocks = [0] * max_rows
+        """By row: number of entries in each KV group."""
+        self._last_tables: list[Tables] = []
+        self._last_rows: Int64s = np.zeros(0, dtype=np.int64)
+        """The tables of the step before, and their rows."""
 
     def update(self, rows: Sequence[PlannedRow]) -> TableChanges:
         """Give each planned row its table row, and find the entries that have changed.
 
         An entry changes when a request gets more blocks, or when the prefix cache replaces a block
         that the request has completed by an equal one. Both concern blocks from the one that the
-        step before began to write, so entries before that one are not looked at.
+        step before began to write, so entries before that one are not looked at. A request that
+        decodes gets a block when it begins to write it.
         """
-        size, get = self._tokens_per_block, self._held.get
-        table_rows: list[int] = []
+        tables = [row[0].block_tables for row in rows]
+        is_same = len(tables) == len(self._last_tables)
+        if not (is_same and all(map(is_, tables, self._last_tables))):
+            table_rows = [self._row_of(row[0], rows) for row in rows]
+            self._last_tables, self._last_rows = tables, np.array(table_rows, dtype=np.int64)
+        starts = np.fromiter(map(_START, rows), np.int64, len(rows))
+        first_open = starts // self._tokens_per_block
+        changed = self._first_open[self._last_rows] != first_open
+        for index, _ in enumerate(takewhile(_IS_CONTEXT, rows)):
+            held = self._num_blocks[self._last_rows[index]]
+            changed[index] |= len(tables[index][0]) != held
         indices: list[int] = []
         blocks: list[int] = []
-        for planned in rows:
-            request, start = planned[0], planned[1]
-            tables = request.block_tables
-            held = get(request)
-            if held is None or held.tables is not tables:
-                held = self._enter(request, rows)
-            num_blocks, block = len(tables[0]), start // size
-            if num_blocks != held.num_blocks or block != held.first_open:
-                self._write(held, indices, blocks)
-                held.first_open, held.num_blocks = block, num_blocks
-            table_rows.append(held.row)
+        for index in np.flatnonzero(changed).tolist():
+            table_row = int(self._last_rows[index])
+            self._write(table_row, tables[index], indices, blocks)
+            self._first_open[table_row] = first_open[index]
+            self._num_blocks[table_row] = len(tables[index][0])
         return TableChanges(
-            np.array(table_rows, dtype=np.int64),
+            self._last_rows,
             np.array(indices, dtype=np.int64),
             np.array(blocks, dtype=np.int32),
         )
@@ -107,16 +115,19 @@ class BlockTables:
         kv_slots: Int64s = self._host[group, table_rows, block].astype(np.int64) * size + slot
         return kv_slots
 
-    def _enter(self, request: Request, rows: Sequence[PlannedRow]) -> TableRow:
-        """Give a row to a request that has none, or whose tables were started again."""
-        held = self._held.get(request)
-        if held is None:
+    def _row_of(self, request: Request, rows: Sequence[PlannedRow]) -> int:
+        """The row of a request of the step. A request that has none, or whose tables were started
+        again, has nothing written there."""
+        row = self._held.get(request)
+        if row is not None and self._tables_of[row] is request.block_tables:
+            return row
+        if row is None:
             if not self._free:
                 self._release_absent(rows)
-            held = TableRow(self._free.pop(), request.block_tables)
-        held.tables, held.first_open, held.num_blocks = request.block_tables, 0, 0
-        self._held[request] = held
-        return held
+            row = self._held[request] = self._free.pop()
+        self._tables_of[row] = request.block_tables
+        self._first_open[row] = -1
+        return row
 
     def _release_absent(self, rows: Sequence[PlannedRow]) -> None:
         """Take their rows from all requests that are not in the step.
@@ -126,16 +137,16 @@ class BlockTables:
         """
         present = {planned.request for planned in rows}
         for request in [request for request in self._held if request not in present]:
-            self._free.append(self._held.pop(request).row)
+            self._free.append(self._held.pop(request))
 
-    def _write(self, held: TableRow, indices: list[int], blocks: list[int]) -> None:
+    def _write(self, row: int, tables: Tables, indices: list[int], blocks: list[int]) -> None:
         """Note the entries from the first that may have changed. Mutates: indices, blocks."""
         _, max_rows, max_blocks = self._host.shape
-        begin = held.first_open
-        for group, table in enumerate(held.tables):
+        begin = max(0, int(self._first_open[row]))
+        for group, table in enumerate(tables):
             assert len(table) <= max_blocks, (len(table), max_blocks)
             changed = table[begin:]
-            self._host[group, held.row, begin : len(table)] = changed
-            first = (group * max_rows + held.row) * max_blocks + begin
+            self._host[group, row, begin : len(table)] = changed
+            first = (group * max_rows + row) * max_blocks + begin
             indices += range(first, first + len(changed))
             blocks += changed

@@ -20,8 +20,11 @@ from loraplex_services.worker.types.request import Request
 from loraplex_services.worker.types.step_plan import StepPlan
 
 Int64s: TypeAlias = NDArray[np.int64]
-Segment: TypeAlias = tuple[int, Sequence[tuple[int, float]]]
-"""A number of token rows, and the (slot, coefficient) pairs that all of them use."""
+Slots: TypeAlias = Sequence[tuple[int, float]]
+"""(slot, coefficient) pairs."""
+NO_SLOTS: Slots = ()
+Segment: TypeAlias = tuple[int, Slots]
+"""A number of token rows, and the slots that all of them use."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,9 +108,9 @@ def read_plan(plan: StepPlan, ropes: Ropes) -> StepInputs:
     counts: list[int] = []
     followers: list[int] = []
     sources: list[int] = []
-    rope_rows: list[int] = []
+    rope_rows = np.zeros(len(plan.rows), dtype=np.int64)
     segments: list[Segment] = []
-    last_slots: Sequence[tuple[int, float]] | None = None
+    num_alike, last_slots = 0, NO_SLOTS
     has_ropes = ropes.has_own
     for request, start, count, _, slots, follows, drafts, _ in plan.rows:
         if follows is not None:
@@ -119,25 +122,24 @@ def read_plan(plan: StepPlan, ropes: Ropes) -> StepInputs:
             token_ids += drafts
         starts.append(start)
         counts.append(count)
-        is_long = request.is_long
-        rope_rows.append(ropes.row(slots, is_long) if has_ropes or is_long else 0)
-        num_plain = min(request.adapters_from - start, count)
-        if num_plain > 0:  # its adapters do not act on these tokens yet
-            segments.append((num_plain, ()))
-            segments.append((count - num_plain, slots))
-            last_slots = None
-        elif slots == last_slots:
-            segments[-1] = segments[-1][0] + count, slots
-        else:
-            segments.append((count, slots))
-            last_slots = slots
+        if has_ropes or request.is_long:
+            rope_rows[len(starts) - 1] = ropes.row(slots, request.is_long)
+        if slots != last_slots:
+            segments.append((num_alike, last_slots))
+            num_alike, last_slots = 0, slots
+        if request.adapters_from > start:  # its adapters do not act on these tokens yet
+            num_plain = min(request.adapters_from - start, count)
+            segments += [(num_alike, slots), (num_plain, NO_SLOTS)]
+            num_alike, count = 0, count - num_plain
+        num_alike += count
+    segments.append((num_alike, last_slots))
     return StepInputs(
         plan,
         row_runs(segments),
         np.array(token_ids, dtype=np.int64),
         np.array(starts, dtype=np.int64),
         np.array(counts, dtype=np.int64),
-        np.array(rope_rows, dtype=np.int64) if any(rope_rows) else None,
+        rope_rows if rope_rows.any() else None,
         np.array((followers, sources), dtype=np.int64),
         _read_rows(plan, counts),
     )

@@ -112,6 +112,16 @@ def test_requests_keep_their_rows_when_the_batch_shifts() -> None:
     assert rows_with_fresh.tolist() == rows.tolist(), "the row of who left is given again"
 
 
+def test_a_request_that_starts_again_in_the_same_place_has_all_its_entries_written() -> None:
+    tables = BlockTables(1, 4, 64, TOKENS_PER_BLOCK, torch.device("cpu"))
+    requests = [decoding(name, 8) for name in "ab"]
+    write(tables, [row_of(request, 8) for request in requests])
+    requests[1].block_tables = [[5, 6]]
+    rows, num_written = write(tables, [row_of(request, 8) for request in requests])
+    assert num_written == 2
+    assert tables.device[0, rows[1], :2].tolist() == [5, 6]
+
+
 @pytest.mark.parametrize(("max_rows", "max_blocks"), [(257, 513), (6, 1), (256, 64)])
 def test_the_tables_of_all_groups_begin_at_multiples_of_sixteen_bytes(max_rows, max_blocks):
     tables = BlockTables(3, max_rows, max_blocks, TOKENS_PER_BLOCK, torch.device("cpu")).device

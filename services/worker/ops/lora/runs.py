@@ -35,7 +35,7 @@ def row_runs(rows: Iterable[tuple[int, Sequence[tuple[int, float]]]]) -> tuple[R
     begin = end = 0
     last: Sequence[tuple[int, float]] = ()
     for num_tokens, adapters in rows:
-        if adapters != last:
+        if num_tokens and adapters != last:
             runs += [RowRun(*key, begin, end) for key in last]
             last, begin = adapters, end
         end += num_tokens
@@ -45,6 +45,8 @@ def row_runs(rows: Iterable[tuple[int, Sequence[tuple[int, float]]]]) -> tuple[R
 
 def divided(runs: Sequence[RowRun]) -> tuple[tuple[RowRun, ...], tuple[RowRun, ...]]:
     """The short runs, and the long ones: those of many rows that use no other adapter as well."""
+    if all(run.end - run.begin < LONG_MIN_ROWS for run in runs):
+        return tuple(runs), ()
     short: list[RowRun] = []
     long: list[RowRun] = []
     end = 0
@@ -58,9 +60,15 @@ def divided(runs: Sequence[RowRun]) -> tuple[tuple[RowRun, ...], tuple[RowRun, .
 
 def cut_at_tiles(runs: Sequence[RowRun]) -> list[RowRun]:
     """Split runs so that each is within one row tile, ordered by tile."""
-    cut = [
-        RowRun(run.slot, run.coef, max(run.begin, begin), min(run.end, begin + TILE_ROWS))
-        for run in runs
-        for begin in range(run.begin - run.begin % TILE_ROWS, run.end, TILE_ROWS)
-    ]
-    return sorted(cut, key=lambda run: run.begin // TILE_ROWS)
+    cut: list[RowRun] = []
+    for run in runs:
+        slot, coef, first, end = run
+        begin = first - first % TILE_ROWS
+        if end <= begin + TILE_ROWS:
+            cut.append(run)
+            continue
+        for tile in range(begin, end, TILE_ROWS):
+            cut.append(RowRun(slot, coef, max(first, tile), min(end, tile + TILE_ROWS)))
+    if len(cut) > len(runs):  # else they are in order already
+        cut.sort(key=lambda run: run.begin // TILE_ROWS)
+    return cut
