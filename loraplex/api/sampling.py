@@ -135,6 +135,21 @@ class SamplingParams:
     """The alternatives, in this order; empty = the most likely ones."""
     prompt_logprobs: int | None = None
 
+    @property
+    def has_penalties(self) -> bool:
+        """Whether earlier tokens of the output become more or less likely."""
+        return (
+            self.repetition_penalty != 1.0
+            or self.presence_penalty != 0.0
+            or self.frequency_penalty != 0.0
+        )
+
+    @property
+    def edits_logits(self) -> bool:
+        """Whether some token's logit may be changed, or its choice forbidden."""
+        masks = self.allowed_token_ids or self.bad_token_ids or self.bad_sequences
+        return bool(masks or self.logit_bias or self.min_tokens or self.has_penalties)
+
 
 class Range(NamedTuple):
     """The values that a number may have."""

@@ -171,16 +171,14 @@ class TimedRunner:
 
     def _sampled(self, row: PlannedRow) -> SampledRow:
         if not row.needs_logits:
-            return SampledRow(row.request.request_id, None)
+            return SampledRow()
         tokens = [self._text.next_token(row.request)]
         for draft in row.drafts:
             if tokens[-1] != draft:
                 break
             tokens.append(self._text.next_token(row.request))
         first, *further = tokens
-        return SampledRow(
-            row.request.request_id, first, further=tuple(Sampled(t, None) for t in further)
-        )
+        return SampledRow(first, further=tuple(Sampled(t, None) for t in further))
 
     def model_info(self) -> ModelInfo:
         """A base without modules."""

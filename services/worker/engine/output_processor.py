@@ -44,20 +44,24 @@ class OutputProcessor:
     def process(self, plan: StepPlan, rows: Sequence[SampledRow], now: float) -> list[TokenOutput]:
         """Append what was sampled. Mutates the requests, and removes those that end. Requests that
         have ended since the step was launched get nothing more."""
-        outputs = []
-        for row, sampled in zip(plan.rows, rows, strict=True):
-            assert sampled.request_id == row.request.request_id, "rows out of plan order"
-            if not self._scheduler.runs(row.request):
+        outputs: list[TokenOutput] = []
+        runs, verified = self._scheduler.runs, self._scheduler.drafts.verified
+        num_contexts = plan.num_contexts
+        for index, (row, sampled) in enumerate(zip(plan.rows, rows, strict=True)):
+            request = row.request
+            if not runs(request):
                 continue
-            self._keep_prompt_logprobs(row, sampled)
-            self._add_up(row, sampled)
-            if row.needs_logits and self._follow(row.request, sampled, now):
-                self._scheduler.drafts.verified(row, sampled, now)
-                outputs.append(self._append(row, sampled, now))
-            elif not row.needs_logits and (experts := self._take_experts(row, sampled, 0)):
-                position = len(row.request.output_ids)
+            if index < num_contexts:
+                self._keep_prompt_logprobs(row, sampled)
+                self._add_up(row, sampled)
+            if row.needs_logits:
+                if self._follow(request, sampled, now):
+                    verified(row, sampled, now)
+                    outputs.append(self._append(row, sampled, now))
+            elif experts := self._take_experts(row, sampled, 0):
+                position = len(request.output_ids)
                 outputs.append(
-                    TokenOutput(row.request.request_id, [], position, routed_experts=experts)
+                    TokenOutput(request.request_id, [], position, routed_experts=experts)
                 )
         return outputs
 
@@ -85,14 +89,16 @@ class OutputProcessor:
     def _follow(self, request: Request, sampled: SampledRow, now: float) -> bool:
         """Pass the token to the request's grammar. False if the request has failed: no token was
         allowed, or the grammar does not accept it."""
+        constraint, token_id, further = request.constraint, sampled.token_id, sampled.further
+        if constraint is None and token_id is not None and not further:
+            return True
         if request.sampling.max_tokens == 0:
             return True
         try:
-            further = sampled.further
-            if sampled.token_id is None or (further and any(x.token_id is None for x in further)):
+            if token_id is None or any(each.token_id is None for each in further):
                 raise _no_allowed_token(request)
-            if request.constraint is not None:
-                self._grammars.advance(request, [sampled.token_id])
+            if constraint is not None:
+                self._grammars.advance(request, [token_id])
         except LoraplexError as error:
             self.fail(request, error, now)
             return False
@@ -144,6 +150,8 @@ class OutputProcessor:
             self._scheduler.times.prefilled(num_tokens, now - started_s)
         position = len(request.output_ids)
         token_ids, logprobs, reason = self._take(request, sampled)
+        if not (is_first or reason or logprobs) and request.routed_from is None:
+            return TokenOutput(request.request_id, token_ids, position)
         experts = None
         if request.routed_from is not None:
             experts = self._take_experts(row, sampled, max(0, len(token_ids) - 1))
@@ -172,19 +180,23 @@ class OutputProcessor:
         ends."""
         if request.sampling.max_tokens == 0:
             return [], [], finish_reason(request, self._eos_token_ids)
-        token_ids: list[int] = []
-        logprobs: list[TokenLogprob] = []
-        reason = None
-        for token_id, logprob in ((sampled.token_id, sampled.logprobs), *sampled.further):
-            if token_ids:
-                self._scheduler.on_draft(request)
+        token_ids = [sampled.token_id or 0]
+        logprobs = [sampled.logprobs] if sampled.logprobs else []
+        reason = self._take_one(request, token_ids[0])
+        for token_id, logprob in sampled.further:
+            if reason:
+                break
+            self._scheduler.on_draft(request)
             token_ids.append(token_id or 0)
             logprobs += [logprob] if logprob else []
-            request.take(token_ids[-1])
-            self._scheduler.on_token(request)
-            if reason := finish_reason(request, self._eos_token_ids):
-                break
+            reason = self._take_one(request, token_ids[-1])
         return token_ids, logprobs, reason
+
+    def _take_one(self, request: Request, token_id: int) -> FinishReason | None:
+        """Append a token. Returns why the request ends after it."""
+        request.take(token_id)
+        self._scheduler.on_token(request)
+        return finish_reason(request, self._eos_token_ids)
 
 
 def _no_allowed_token(request: Request) -> InvalidRequest:

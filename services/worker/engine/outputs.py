@@ -30,13 +30,14 @@ def to_request(command: Submit, now: float) -> Request:
 
 def finish_reason(request: Request, eos_token_ids: Sequence[int]) -> FinishReason | None:
     """Why the request ends after its last output token; None = it continues."""
-    sampling, num_output = request.sampling, len(request.output_ids)
+    sampling, output_ids = request.sampling, request.output_ids
+    num_output = len(output_ids)
     if request.constraint is not None and request.constraint.is_finished:
         return FinishReason.STOP
-    if num_output and num_output >= sampling.min_tokens:
-        last = request.output_ids[-1]
-        is_eos = last in request.eos_ids(eos_token_ids)
-        if last in sampling.stop_token_ids or (is_eos and not sampling.ignore_eos):
+    if output_ids and num_output >= sampling.min_tokens:
+        last = output_ids[-1]
+        is_eos = not sampling.ignore_eos and last in (request.own_eos_ids or eos_token_ids)
+        if is_eos or last in sampling.stop_token_ids:
             return FinishReason.STOP
     return FinishReason.LENGTH if num_output >= sampling.max_tokens else None
 

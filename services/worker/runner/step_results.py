@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice, repeat
+from itertools import chain, islice
 
 import numpy as np
 import torch
@@ -56,26 +56,32 @@ class StepResults:
         """Wait for the step, and return plain values in the order of the plan's rows."""
         if self.end is not None:
             self.end.synchronize()
-        sampled = iter(self.choices.read())
-        scores = [[entry for part in parts for entry in part.read()] for parts in self.scores]
-        scores += [[]] * (len(self.plan.rows) - len(scores))
-        pooled = repeat(()) if self.pooled is None else self.pooled.read()
-        out: list[SampledRow] = []
-        end = 0
-        for row, scored, vector in zip(self.plan.rows, scores, pooled, strict=False):
-            token_id, logprobs = next(sampled) if row.chooses else (None, None)
-            further = _further(row, token_id, sampled) if row.drafts else ()
-            proposal = self.proposals.get(len(out))
-            name, own = row.request.request_id, tuple(scored)
-            experts = b""
-            if self.experts is not None:
-                begin, end = end, end + row.num_tokens
-                if row.request.routed_from is not None:
-                    experts = self.experts[begin:end].numpy().tobytes()
-            out.append(
-                SampledRow(name, token_id, logprobs, own, vector, further, proposal, experts)
-            )
+        token_ids, logprobs = self.choices.read()
+        rows = self.plan.rows
+        if self.plan.num_contexts == 0 and len(token_ids) == len(rows):
+            out = [SampledRow(token_id) for token_id in token_ids]
+            for index, entry in logprobs.items():
+                out[index].logprobs = entry
+        else:
+            chosen = (Sampled(each, logprobs.get(i)) for i, each in enumerate(token_ids))
+            out = [_sampled(row, chosen) for row in rows]
+        for sampled, parts in zip(out, self.scores, strict=False):
+            sampled.prompt_logprobs = tuple(entry for part in parts for entry in part.read())
+        if self.pooled is not None:
+            for sampled, vector in zip(out, self.pooled.read(), strict=True):
+                sampled.pooled = vector
+        for index, proposal in self.proposals.items():
+            out[index].proposal = proposal
+        if self.experts is not None:
+            self._add_experts(out, self.experts)
         return out
+
+    def _add_experts(self, out: list[SampledRow], experts: Tensor) -> None:
+        end = 0
+        for row, sampled in zip(self.plan.rows, out, strict=True):
+            begin, end = end, end + row.num_tokens
+            if row.request.routed_from is not None:
+                sampled.experts = experts[begin:end].numpy().tobytes()
 
 
 def choose(
@@ -112,18 +118,15 @@ def choose(
         return model.best_tokens(*select_rows(hidden, lora, token_rows))
 
     rows = step.plan.rows
-    choosing = [row for row in rows if row.chooses]
-    tokens = [token for row in choosing for token in next_tokens(row, before)]
+    tokens = next_tokens(rows, before)
     last_rows = np.cumsum(step.num_tokens) - 1
-    if len(choosing) < len(rows):
-        last_rows = last_rows[[row.chooses for row in rows]]
-    if len(tokens) > len(choosing):
-        last_rows = np.concatenate(
-            [
-                np.arange(last - len(row.drafts), last + 1)
-                for row, last in zip(choosing, last_rows, strict=True)
-            ]
-        )
+    if step.plan.num_contexts or len(tokens) < len(rows):
+        spans = [
+            range(last - len(row.drafts), last + 1)
+            for row, last in zip(rows, last_rows.tolist(), strict=True)
+            if row.chooses
+        ]
+        last_rows = np.array(list(chain.from_iterable(spans)), dtype=np.int64)
     scores = _score_prompts(rows[: step.plan.num_contexts], logits_of)
     token_rows = torch.from_numpy(last_rows)
     if shared is None:
@@ -139,13 +142,17 @@ def choose(
     return StepResults(step.plan, choices, scores, pooled, end, experts=experts)
 
 
-def _further(
-    row: PlannedRow, token_id: int | None, sampled: Iterator[Sampled]
-) -> tuple[Sampled, ...]:
-    """The token chosen after each draft, as long as drafts equal the tokens chosen before them."""
-    chosen = list(islice(sampled, len(row.drafts)))
-    before = (token_id, *(each.token_id for each in chosen))
-    return tuple(chosen[: row.num_right(before)])
+def _sampled(row: PlannedRow, chosen: Iterator[Sampled]) -> SampledRow:
+    """The tokens of a row, which are the next of those `chosen`: the first, and that after each
+    draft as long as drafts equal the tokens chosen before them."""
+    if not row.chooses:
+        return SampledRow()
+    first, *others = islice(chosen, 1 + len(row.drafts))
+    sampled = SampledRow(first.token_id, first.logprobs)
+    if others:
+        num_right = row.num_right([each.token_id for each in (first, *others)])
+        sampled.further = tuple(others[:num_right])
+    return sampled
 
 
 def select_rows(hidden: Tensor, lora: LoraBatch, token_rows: Tensor) -> tuple[Tensor, LoraBatch]:

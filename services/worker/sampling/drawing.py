@@ -40,9 +40,13 @@ def is_drawn(token: NextToken) -> bool:
 
 def draws_of(tokens: Sequence[NextToken]) -> RowDraws:
     """The draws of tokens with a temperature."""
-    temperatures = np.array([token.params.temperature for token in tokens], dtype=np.float32)
-    keys = [(t.params.seed & SEED_BITS, t.position, t.request.sample_index) for t in tokens]
-    return RowDraws(temperatures, np.array(keys, dtype=np.uint64).view(np.int64).reshape(-1, 3))
+    params = [token.request.sampling for token in tokens]
+    temperatures = np.array([each.temperature for each in params], dtype=np.float32)
+    keys = np.empty((len(tokens), 3), dtype=np.uint64)
+    keys[:, 0] = np.array([each.seed & SEED_BITS for each in params], dtype=np.uint64)
+    keys[:, 1] = [token.position for token in tokens]
+    keys[:, 2] = [token.request.sample_index for token in tokens]
+    return RowDraws(temperatures, keys.view(np.int64))
 
 
 class DrawOperators(NamedTuple):

@@ -21,7 +21,7 @@ from loraplex_services.worker.sampling.masks import MINUS_INF
 from loraplex_services.worker.sampling.next_token import NextToken
 from loraplex_services.worker.sampling.output_counts import output_counts
 from loraplex_services.worker.transfers import Upload
-from loraplex_services.worker.types.request import Constraint
+from loraplex_services.worker.types.request import Constraint, Request
 
 
 @dataclass(slots=True)
@@ -55,7 +55,7 @@ class LogitEdits:
             bias = [(i, value) for i, value in params.logit_bias if i < self.num_tokens]
             self.bias_indices += [begin + token_id for token_id, _ in bias]
             self.bias_values += [value for _, value in bias]
-        if token.position and _has_penalties(params):
+        if token.position and params.has_penalties:
             self.penalised.append((row, token))
         if params.allowed_token_ids:
             self.restricted.append(row)
@@ -199,17 +199,23 @@ def edits_of(tokens: Sequence[NextToken], eos_ids: Sequence[int], num_tokens: in
     """
     edits = LogitEdits(num_tokens)
     for row, token in enumerate(tokens):
-        edits.add(row, token, eos_ids)
+        if _may_edit(token.request):
+            edits.add(row, token, eos_ids)
     return edits
+
+
+def _may_edit(request: Request) -> bool:
+    """Whether any token of a request may be chosen from changed logits."""
+    return request.edits_logits or request.constraint is not None
 
 
 def changes_logits(token: NextToken) -> bool:
     """Whether a token's request may change the logits from which it is chosen."""
     params = token.params
-    return bool(
+    return _may_edit(token.request) and bool(
         token.request.constraint is not None
         or params.logit_bias
-        or (token.position and _has_penalties(params))
+        or (token.position and params.has_penalties)
         or token.position < params.min_tokens
         or _has_masks(params, token.position)
     )
@@ -222,14 +228,6 @@ def _has_masks(params: SamplingParams, position: int) -> bool:
         or params.bad_token_ids
         or params.bad_sequences
         or (params.stop_token_ids and position < params.min_tokens)
-    )
-
-
-def _has_penalties(params: SamplingParams) -> bool:
-    return (
-        params.repetition_penalty != 1.0
-        or params.presence_penalty != 0.0
-        or params.frequency_penalty != 0.0
     )
 
 

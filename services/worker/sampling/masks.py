@@ -17,12 +17,11 @@ MINUS_INF = float("-inf")
 def limits_of(params: Sequence[SamplingParams], num_tokens: int) -> np.ndarray | None:
     """float32 `[n, 3]` for `truncate`: top_k (`num_tokens` = all), top_p (1 = all) and min_p
     (0 = all) of each row; None if no row has a limit."""
-    limits = [
-        (p.top_k if 0 < p.top_k < num_tokens else num_tokens, p.top_p, p.min_p) for p in params
-    ]
-    if all(limit == (num_tokens, 1.0, 0.0) for limit in limits):
-        return None
-    return np.array(limits, dtype=np.float32)
+    limits = np.empty((len(params), 3), dtype=np.float32)
+    limits[:, 0] = [p.top_k if 0 < p.top_k < num_tokens else num_tokens for p in params]
+    limits[:, 1] = [p.top_p for p in params]
+    limits[:, 2] = [p.min_p for p in params]
+    return None if (limits == (num_tokens, 1.0, 0.0)).all() else limits
 
 
 def truncate(scaled: Tensor, limits: Tensor) -> None:

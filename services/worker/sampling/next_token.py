@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
 
+import msgspec
 from torch import Tensor
 
 from loraplex.api.sampling import SamplingParams
@@ -11,7 +12,7 @@ from loraplex_services.worker.types.request import Request
 from loraplex_services.worker.types.step_plan import PlannedRow
 
 
-class NextToken(NamedTuple):
+class NextToken(msgspec.Struct, frozen=True, gc=False):
     """The next token of a request. It holds its own position, because the request may grow before
     the token is chosen."""
 
@@ -34,13 +35,16 @@ class NextToken(NamedTuple):
         return self.position - (self.follows is not None)
 
 
-def next_tokens(row: PlannedRow, outputs: Tensor | None = None) -> list[NextToken]:
-    """The tokens after each draft of `row`, and before them the one after its last known token;
-    `outputs` are those of the step before."""
-    end = row.start + row.num_tokens - len(row.request.prompt_ids)
-    if not row.drafts:
-        return [NextToken(row.request, end, row.follows, outputs)]
-    return [
-        NextToken(row.request, position, row.follows, outputs)
-        for position in range(end - len(row.drafts), end + 1)
-    ]
+def next_tokens(rows: Sequence[PlannedRow], outputs: Tensor | None = None) -> list[NextToken]:
+    """The tokens that `rows` choose: of each, the one after its last known token, and those after
+    its drafts. `outputs` are those of the step before."""
+    tokens: list[NextToken] = []
+    for request, start, num_tokens, needs_logits, _, follows, drafts, _ in rows:
+        if not needs_logits or request.pooling:
+            continue
+        end = start + num_tokens - len(request.prompt_ids)
+        if drafts:
+            before = range(end - len(drafts), end)
+            tokens += [NextToken(request, each, follows, outputs) for each in before]
+        tokens.append(NextToken(request, end, follows, outputs))
+    return tokens

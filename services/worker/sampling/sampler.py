@@ -12,14 +12,16 @@ temperature.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from loraplex.api.output import TokenLogprob
 from loraplex_services.worker.sampling.drawing import (
+    MIN_TEMPERATURE,
     TORCH_DRAWS,
     DrawOperators,
     draws_of,
@@ -36,7 +38,6 @@ from loraplex_services.worker.sampling.logprobs import (
 from loraplex_services.worker.sampling.masks import MINUS_INF, limits_of
 from loraplex_services.worker.sampling.next_token import NextToken
 from loraplex_services.worker.transfers import Upload, to_host
-from loraplex_services.worker.types.step_plan import Sampled
 
 MAX_LOGIT_ROWS = 1024
 """Most rows of the width of the vocabulary that exist at the same time."""
@@ -60,10 +61,19 @@ class Choices:
     order: Sequence[int] | None = None
     """By token: its index in the chunks; None = they are in order."""
 
-    def read(self) -> list[Sampled]:
-        """Plain values; the step is done."""
-        sampled = [sampled for chunk in self.chunks for sampled in chunk.read()]
-        return sampled if self.order is None else [sampled[index] for index in self.order]
+    def read(self) -> tuple[list[int | None], dict[int, TokenLogprob]]:
+        """The tokens as `Sampled.token_id`, and the logprobs of those whose requests ask for them,
+        by index of the token. The step is done."""
+        token_ids: list[int | None] = []
+        logprobs: dict[int, TokenLogprob] = {}
+        for chunk in self.chunks:
+            logprobs |= {len(token_ids) + row: entry for row, entry in chunk.read_logprobs()}
+            token_ids += chunk.read_tokens()
+        if self.order is None:
+            return token_ids, logprobs
+        by_token = ((i, logprobs.get(index)) for i, index in enumerate(self.order))
+        ordered = {i: entry for i, entry in by_token if entry is not None}
+        return [token_ids[index] for index in self.order], ordered
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,17 +89,18 @@ class ChosenChunk:
     best: Tensor | None
     """float32: the highest logit that is left in each of these rows."""
 
-    def read(self) -> list[Sampled]:
-        """Plain values."""
-        logprobs = dict(
-            zip(self.asking, self.logprobs.read() if self.logprobs else (), strict=True)
-        )
-        left = () if self.best is None else self.best.tolist()
-        best = dict(zip(self.masked, left, strict=True))
-        return [
-            Sampled(None, None) if best.get(i) == MINUS_INF else Sampled(token_id, logprobs.get(i))
-            for i, token_id in enumerate(self.token_ids.tolist())
-        ]
+    def read_tokens(self) -> list[int | None]:
+        """The token of each row; None where none is left."""
+        token_ids: list[int | None] = self.token_ids.tolist()
+        if self.best is not None:
+            for row, best in zip(self.masked, self.best.tolist(), strict=True):
+                if best == MINUS_INF:
+                    token_ids[row] = None
+        return token_ids
+
+    def read_logprobs(self) -> Iterable[tuple[int, TokenLogprob]]:
+        """Rows that request logprobs, and their logprobs."""
+        return zip(self.asking, self.logprobs.read() if self.logprobs else (), strict=True)
 
 
 def needs_best_only(token: NextToken, num_tokens: int) -> bool:
@@ -143,13 +154,14 @@ def sample(
 def _sample_chunk(
     logits: Tensor, tokens: Sequence[NextToken], eos_ids: Sequence[int], operators: DrawOperators
 ) -> tuple[Tensor, ChosenChunk]:
-    asking = [i for i, token in enumerate(tokens) if token.params.logprobs is not None]
-    drawing = [i for i, token in enumerate(tokens) if is_drawn(token)]
+    params = [token.request.sampling for token in tokens]
+    asking = [i for i, each in enumerate(params) if each.logprobs is not None]
+    drawing = [i for i, each in enumerate(params) if each.temperature >= MIN_TEMPERATURE]
     upload = Upload()
     edits = edits_of(tokens, eos_ids, logits.shape[-1])
     edits.upload(upload, len(tokens))
     _upload_draws(upload, [tokens[i] for i in drawing], logits.shape[-1])
-    listed = [tokens[i].params.logprob_token_ids for i in asking]
+    listed = [params[i].logprob_token_ids for i in asking]
     if any(listed):
         upload.add("listed", padded_ids(listed))
     for name, rows in (("asking", asking), ("drawing", drawing), ("masked", edits.masked)):
@@ -167,7 +179,7 @@ def _sample_chunk(
         token_ids.index_copy_(0, upload["drawing"], drawn)
     logprobs = None
     if raw is not None:
-        tops = [tokens[i].params.logprobs or 0 for i in asking]
+        tops = [params[i].logprobs or 0 for i in asking]
         logprobs = logprob_rows(raw, _rows(token_ids, upload["asking"]), tops)
         if any(listed):
             values = logprobs_of(raw, upload["listed"])

@@ -73,6 +73,11 @@ class RunningBatch:
         member = self._members.get(request_id)
         return None if member is None else member.request
 
+    def has(self, request: Request) -> bool:
+        """Whether this very request runs."""
+        member = self._members.get(request.request_id)
+        return member is not None and member.request is request
+
     @property
     def num_pending(self) -> int:
         """Known tokens whose KV is still to be computed."""
@@ -128,7 +133,8 @@ class RunningBatch:
                 request.in_flight_output if request.num_in_flight_tokens else None,
             )
             for member in self.decoding
-            if not (request := member.request).must_wait and member not in skipping
+            if ((request := member.request).constraint is None or not request.must_wait)
+            and member not in skipping
         ]
 
     def check_integrity(self, tokens_per_block: int) -> None:

@@ -63,6 +63,8 @@ class Scheduler:
         self._states = StatePlanner(arena, prefixes, reclaimer)
         self._tenants = VirtualCounters()
         self._running = RunningBatch()
+        self.runs = self._running.has
+        """False once a request has ended. A step in flight may still compute it."""
         self._waiting = WaitingQueue(cache.tier, self._tenants.served_of)
         self._admission = AdmissionTest(limits, layout, arena, cache, self._running, self._tenants)
         self._allocator = BlockAllocator(layout, arena, prefixes, reclaimer, self._running)
@@ -207,11 +209,11 @@ class Scheduler:
             request.num_computed += row.num_tokens - len(row.drafts)
             if row.follows is None and not request.without_cache:
                 self._prefixes.keep(request, row.start)
-            if row.chooses:
-                request.in_flight_output = num_outputs
-                request.num_in_flight_tokens += request.sampling.max_tokens > 0
-                num_outputs += 1
             if row.needs_logits:
+                if not request.pooling:
+                    request.in_flight_output = num_outputs
+                    request.num_in_flight_tokens += request.sampling.max_tokens > 0
+                    num_outputs += 1
                 self._running.caught_up(request)
         self._num_in_flight += 1
 
@@ -219,10 +221,6 @@ class Scheduler:
         """Note that the oldest step in flight has ended."""
         self._num_in_flight -= 1
         self._arena.retire(plan.step)
-
-    def runs(self, request: Request) -> bool:
-        """False once a request has ended. A step in flight may still compute it."""
-        return self._running.get(request.request_id) is request
 
     def on_draft(self, request: Request) -> None:
         """Note that the draft after a request's last token was accepted: its position is computed,
@@ -233,13 +231,12 @@ class Scheduler:
 
     def on_token(self, request: Request) -> None:
         """Note that a running request has received its next token."""
-        self._charge(request, 0, 1)
-        if request.num_computed == request.num_tokens:  # a step in flight completes this position
-            self._prefixes.keep(request, request.num_computed - 1)
-
-    def _charge(self, request: Request, num_input: int, num_output: int) -> None:
-        cost = service(num_input, num_output, request.fairness_weight)
+        cost = service(0, 1, request.fairness_weight)
         self._tenants.charge(self._tenants.present[request.tenant], cost)
+        end = request.num_computed
+        # A step in flight completes this position. Only the last one of a block completes it.
+        if end % self._layout.tokens_per_block == 0 and end == request.num_tokens:
+            self._prefixes.keep(request, end - 1)
 
     def check_integrity(self) -> None:
         """Assert that the block tables of requests agree with the arena."""
@@ -385,7 +382,8 @@ class Scheduler:
         if request.first_scheduled_s is None:
             request.first_scheduled_s = now
             request.num_cached = request.num_computed
-            self._charge(request, request.num_pending, 0)
+            cost = service(request.num_pending, 0, request.fairness_weight)
+            self._tenants.charge(self._tenants.present[request.tenant], cost)
         return member.row(num_tokens)
 
     def _must_wait(self, request: Request, budget: int) -> bool:

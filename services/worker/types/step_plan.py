@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+import msgspec
+
 from loraplex.api.output import TokenLogprob
 from loraplex_services.worker.types.request import Request
 
@@ -78,24 +80,24 @@ class StepPlan:
     @cached_property
     def num_contexts(self) -> int:
         """Number of rows in the context phase, which come first."""
-        return sum(row.is_context for row in self.rows)
+        return sum(1 for _ in itertools.takewhile(lambda row: row.is_context, self.rows))
 
     @cached_property
     def num_context_tokens(self) -> int:
         """Number of positions of the rows in the context phase."""
-        contexts = itertools.takewhile(lambda row: row.is_context, self.rows)
-        return sum(row.num_tokens for row in contexts)
+        return sum(row.num_tokens for row in self.rows[: self.num_contexts])
 
     @cached_property
     def num_prompt_tokens(self) -> int:
         """Number of positions of tokens that were known before, except the last one of each
         request."""
-        return sum(row.num_tokens for row in self.rows if row.is_context and not row.drafts)
+        contexts = self.rows[: self.num_contexts]
+        return sum(row.num_tokens for row in contexts if not row.drafts)
 
     @cached_property
     def num_tokens(self) -> int:
         """Number of positions that the step computes."""
-        return sum(row.num_tokens for row in self.rows)
+        return self.num_context_tokens + len(self.rows) - self.num_contexts
 
     @cached_property
     def notes_experts(self) -> bool:
@@ -106,7 +108,7 @@ class StepPlan:
     def awaits_masks(self) -> bool:
         """Whether a row's grammar has not seen the token before the one that the step chooses."""
         return any(
-            row.follows is not None and row.request.constraint is not None for row in self.rows
+            row.request.constraint is not None and row.follows is not None for row in self.rows
         )
 
     @cached_property
@@ -129,11 +131,10 @@ class Sampled(NamedTuple):
     logprobs: TokenLogprob | None
 
 
-class SampledRow(NamedTuple):
+class SampledRow(msgspec.Struct, gc=False):
     """What the runner returns for one planned row."""
 
-    request_id: str
-    token_id: int | None
+    token_id: int | None = None
     """None if the row needed no logits, or the request's grammar and masks leave no token."""
     logprobs: TokenLogprob | None = None
     prompt_logprobs: tuple[TokenLogprob, ...] = ()

@@ -99,7 +99,6 @@ class Driver:
             return
         launched, pairs = in_flight.pop(0)
         for (row, job), result in zip(pairs, launched.result(), strict=True):
-            assert result.request_id == job.request.request_id
             job.samples.append(result)
             if result.token_id is not None and job.request.num_in_flight_tokens:
                 job.request.take(result.token_id)

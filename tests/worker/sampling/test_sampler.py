@@ -16,6 +16,7 @@ from loraplex_services.worker.sampling.next_token import NextToken
 from loraplex_services.worker.sampling.sampler import sample, score_tokens
 from loraplex_services.worker.transfers import Upload
 from loraplex_services.worker.types.request import Request
+from loraplex_services.worker.types.step_plan import Sampled
 
 VOCAB = 97
 INF = float("inf")
@@ -36,7 +37,9 @@ def random_logits(num_rows, seed=0, scale=3.0):
 def choose(logits, requests, eos_ids=()):
     rows = torch.arange(len(requests))
     tokens = [token_of(request) for request in requests]
-    return sample(rows, tokens, lambda rows: logits[rows].clone(), eos_ids).read()
+    choices = sample(rows, tokens, lambda rows: logits[rows].clone(), eos_ids)
+    token_ids, logprobs = choices.read()
+    return [Sampled(token_id, logprobs.get(i)) for i, token_id in enumerate(token_ids)]
 
 
 def token_of(request):
@@ -60,7 +63,7 @@ def best_from(known, requests):
     choices = sample(
         torch.arange(len(requests)), tokens, lambda rows: logits[rows], (3,), best_of=known
     )
-    assert choices.token_ids.tolist() == [sampled.token_id for sampled in choices.read()]
+    assert choices.token_ids.tolist() == choices.read()[0]
     return choices.token_ids.tolist()
 
 

@@ -45,7 +45,7 @@ def row_of(request, num_tokens=1):
 
 
 def sampled(num_accepted, proposal=None):
-    return SampledRow("r", 1, further=(Sampled(1, None),) * num_accepted, proposal=proposal)
+    return SampledRow(1, further=(Sampled(1, None),) * num_accepted, proposal=proposal)
 
 
 def drafted(request, drafts=None, max_step_tokens=64):
