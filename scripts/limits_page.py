@@ -20,9 +20,10 @@ Every size and number that a caller chooses has a limit. `services/common/limits
 table, and `scripts/limits_page.py` prints this page from it.
 
 A server checks the caller's key before it receives a message, and the size of the message before it
-parses it. A message that is too large is refused with `RESOURCE_EXHAUSTED`. An HTTP body that is
-too large is refused with status 400 and the code `body_too_large`. A field or a number beyond its
-limit is refused with `INVALID_ARGUMENT`, and the error names the field.
+parses it. A message that is too large is refused with `RESOURCE_EXHAUSTED`, and a compressed one
+with `UNIMPLEMENTED`. An HTTP body that is too large is refused with status 400 and the code
+`body_too_large`. A field or a number beyond its limit is refused with `INVALID_ARGUMENT`, and the
+error names the field.
 
 ## Messages and calls
 

@@ -240,6 +240,23 @@ async def test_a_server_does_not_receive_what_a_refused_call_sends(
     assert 0 < num_sent < 8, "the window of a call takes four"
 
 
+@pytest.mark.parametrize("method", ["GetAdapter", "UploadPart"])
+async def test_compressed_messages_are_refused_before_they_are_unpacked(
+    server: Any, method: str
+) -> None:
+    """Each KiB of a message may become a MiB, and its size is checked after that."""
+    servicer, channel = server
+    stub = registry_pb2_grpc.RegistryServiceStub(channel)
+    call, request = stub.GetAdapter, pb.GetAdapterRequest(ref=100_000 * "a")
+    if method == "UploadPart":
+        call, request = stub.UploadPart, [pb.UploadPartRequest(data=bytes(100_000))]
+    with pytest.raises(grpc.RpcError) as refused:
+        await call(request, metadata=_key("globex"), compression=grpc.Compression.Gzip)
+    assert refused.value.code() is grpc.StatusCode.UNIMPLEMENTED
+    assert "'gzip' is disabled" in refused.value.details()
+    assert servicer.num_calls == 0
+
+
 @pytest.mark.parametrize("method", ["CreateUpload", "UploadPart", "WatchAdapters"])
 async def test_refused_calls_do_not_count_as_open(
     server: Any, monkeypatch: pytest.MonkeyPatch, method: str

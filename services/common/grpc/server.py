@@ -46,6 +46,9 @@ _OPTIONS: list[tuple[str, Any]] = [
     ("grpc.keepalive_time_ms", 60_000),
     ("grpc.keepalive_timeout_ms", 20_000),
     COUNTED,
+    # gRPC unpacks a message before it compares its size with the limit, and 0.5 MiB may become
+    # 0.5 GiB. Bit 0 stands for messages without compression.
+    ("grpc.compression_enabled_algorithms_bitset", 1),
     # By default, the window of a call grows to all that its client sends, read or not: a refused
     # call would cost as much as one that is served.
     ("grpc.http2.bdp_probe", 0),
