@@ -81,7 +81,7 @@ class Lookup:
         is_visible = access.may_see(ref.tenant, found.adapter)
         if version is None and ref.digest is not None and found.versions and is_visible:
             # The newest version of this content was deleted; an older one may be alive.
-            found = await self.everything(ref.tenant, ref.name)
+            found = await self._found(ref.tenant, ref.name, "live")
             version = _selected(found, ref, split_key)
             is_visible = access.may_see(ref.tenant, found.adapter)
         if is_visible:  # What is hidden may not be told from what is missing.
@@ -108,10 +108,6 @@ class Lookup:
         """Some of the newest versions that are not deleted, and some tags. Adapters may have
         thousands of both, and to read all of them takes a tenth of a second."""
         return await self._found(tenant, name, "newest", str(_MAX_NEWEST))
-
-    async def everything(self, tenant: str, name: str) -> Found:
-        """All versions, tombstones included, and tags of one adapter."""
-        return await self._found(tenant, name, "all")
 
     async def _found(self, tenant: str, name: str, kind: str, selector: str = "") -> Found:
         """What `Catalog.find` answers, or everything if there is no index."""

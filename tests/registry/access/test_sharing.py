@@ -20,5 +20,5 @@ async def test_a_publication_that_says_who_may_use_an_adapter_changes_it_as_shar
         assert (done.adapter.visibility, done.adapter.pullable) == (visibility, False)
     [entry, *_], _ = await registry.audit.page("default", 100)
     assert (entry.action, entry.details["visibility"]) == ("version.publish", "public")
-    found = await registry.lookup.everything("default", "sql")
+    found = await registry.catalog.find("default/sql", "all")
     assert found.adapter == public.adapter

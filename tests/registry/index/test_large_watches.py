@@ -177,7 +177,7 @@ async def test_a_watch_that_got_a_part_of_a_batch_resumes_before_it(
     monkeypatch.setattr(convert, "MAX_PART_BYTES", 1)
     for seed in range(3):
         await publish(registry, "sql", seed)
-    found = await registry.lookup.everything("default", "sql")
+    found = await registry.catalog.find("default/sql", "all")
     events = watch_module._version_events(found)
     whole = Batch(tuple(events), "e:9")
     tokens = [each.resume_token for each in convert.batch_to_protos(whole, "e:6")]

@@ -41,7 +41,7 @@ async def test_changes_that_cannot_be_indexed_are_refused_and_reads_go_on(
     word: str,
 ) -> None:
     async def versions() -> list[int]:
-        found = await registry.lookup.everything("default", "sql")
+        found = await registry.catalog.find("default/sql", "all")
         return [version.version for version in found.versions]
 
     await publish(registry, "sql", 1)

@@ -185,8 +185,7 @@ async def test_a_lost_index_comes_back_from_a_snapshot_and_what_is_newer(
     house: Registry, metadata_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def everything() -> list[Found]:
-        positions = (("default", "sql"), ("acme", "chat"))
-        return [await house.lookup.everything(*place) for place in positions]
+        return [await house.catalog.find(scope, "all") for scope in ("default/sql", "acme/chat")]
 
     async def etags() -> set[tuple[str, str]]:
         return {(info.key, info.etag) async for info in house.store.list_objects(layout.ADAPTERS)}

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.hostile
 
 
 async def _live(registry: Registry) -> list[int]:
-    found = await registry.lookup.everything("default", "sql")
+    found = await registry.catalog.find("default/sql", "all")
     return [version.version for version in found.versions if not version.deleted]
 
 
@@ -101,5 +101,5 @@ async def test_latest_is_allowed_beside_as_many_tags_as_an_adapter_may_have(
     monkeypatch.setattr(tags, "MAX_TAGS_PER_ADAPTER", 2)
     await publish(registry, "sql", 1, "a", "b", latest=False)
     await publish(registry, "sql", 2)
-    found = await registry.lookup.everything("default", "sql")
+    found = await registry.catalog.find("default/sql", "all")
     assert [tag.tag for tag in found.tags] == ["a", "b", "latest"]

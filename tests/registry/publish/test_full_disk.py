@@ -37,7 +37,7 @@ class Disk:
 
 async def _versions(registry: Registry) -> list[int]:
     """Those that can be read whole."""
-    found = await registry.lookup.everything("default", "sql")
+    found = await registry.catalog.find("default/sql", "all")
     for version in found.versions:
         read = sum([len(chunk.data) async for chunk in chunks_of(registry.store, version)])
         assert read == version.size_bytes

@@ -35,7 +35,7 @@ async def test_the_versions_of_a_deleted_adapter_are_read_once_for_all_its_tags(
         await publish(registry, "sql", seed, *(f"tag-{seed}-{number}" for number in range(5)))
     reads = _count_reads_of_versions(registry, monkeypatch)
     await registry.deletion.adapter("default", "sql", "me", purge=False)
-    found = await registry.lookup.everything("default", "sql")
+    found = await registry.catalog.find("default/sql", "all")
     assert not found.tags
     assert len(reads) == 1
 

@@ -28,7 +28,7 @@ ROOT = Access("default", "", frozenset({"root", "admin"}))
 
 
 async def _live(registry: Registry, name: str) -> list[int]:
-    found = await registry.lookup.everything("default", name)
+    found = await registry.catalog.find(f"default/{name}", "all")
     return [version.version for version in found.versions if not version.deleted]
 
 

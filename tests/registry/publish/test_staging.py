@@ -26,7 +26,7 @@ async def _served(registry: Registry) -> int:
 
 
 async def _shown(registry: Registry) -> TagRecord:
-    found = await registry.lookup.everything("default", "sql")
+    found = await registry.catalog.find("default/sql", "all")
     return next(tag for tag in found.tags if tag.tag == "prod")
 
 

@@ -250,5 +250,5 @@ async def test_deleting_all_takes_every_version_and_tag(registry: Registry) -> N
     await registry.tags.set(PROD, [TagTarget(1, "")], None, "me")
     deleted = await registry.deletion.adapter("default", "sql", "me", purge=False)
     assert [record.version for record in deleted] == [1, 2]
-    assert (await registry.lookup.everything("default", "sql")).tags == ()
+    assert (await registry.catalog.find("default/sql", "all")).tags == ()
     assert await registry.catalog.usage("default") == (0, 0)
