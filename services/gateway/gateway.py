@@ -46,6 +46,7 @@ from loraplex_services.gateway.http.stored import StoredWork
 from loraplex_services.gateway.http.tokenize import PromptEncoder, TokenizeEndpoints
 from loraplex_services.gateway.http.usage import UsageEndpoint
 from loraplex_services.gateway.http.vectors import VectorEndpoints
+from loraplex_services.gateway.pipeline.admitting import Admitting
 from loraplex_services.gateway.pipeline.generation import Generation
 from loraplex_services.gateway.pipeline.live import LiveRequests
 from loraplex_services.gateway.registry.keyring import KeyRing
@@ -104,16 +105,16 @@ class Gateway:
         self._tenants = TenantDirectory(self._registry.tenant)
         self._adapter_text = AdapterText(self._registry.read_files)
         self._live = LiveRequests(self._resolver, self._fleet, limits_prompts=config.wants_keys)
+        rates = TenantRates(self._rate_limit_store)
+        limits = self._tenants, rates, self._concurrency
+        self._admitting = Admitting(*limits, self._controller, self._fleet)
         self._generation = Generation(
             self._resolver,
             self._fleet,
             self._adapter_text,
             Relay(self._fleet),
             self._live,
-            self._controller,
-            TenantRates(self._rate_limit_store),
-            self._concurrency,
-            self._tenants,
+            self._admitting,
             max_request_s=config.max_request_s,
             chat_style=config.chat_style,
             tracer=tracer,
@@ -254,7 +255,7 @@ class Gateway:
         folders = None if root is None else LoraFolders(self._registry_of, root, self._resolver)
         answering = Answering(self._generation, folders)
         encoder = PromptEncoder(
-            self._resolver, self._fleet, self._adapter_text, self._generation.charge_request
+            self._resolver, self._fleet, self._adapter_text, self._admitting.charge_request
         )
         endpoints = OpenAIEndpoints(answering, self._resolver, context)
         tokenize = TokenizeEndpoints(context.text_reader, encoder)

@@ -5,29 +5,24 @@ from __future__ import annotations
 import asyncio
 import math
 import secrets
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import Callable, Sequence
+from contextlib import aclosing
 
 from loraplex.adapter_format.added_tokens import AddedToken
 from loraplex.api.output import FinishReason, Usage
 from loraplex.api.pooling import Pooling
 from loraplex.api.request import ChatPrompt
 from loraplex.api.sampling import GrammarTokens
-from loraplex.api.tenants import TenantLimits
 from loraplex.errors import InvalidRequest, LoraplexError
 from loraplex_services.common.telemetry.tracing import Span, Tracer
-from loraplex_services.gateway.admission.concurrency import TenantConcurrency
-from loraplex_services.gateway.admission.controller import AdmissionController, Permit
-from loraplex_services.gateway.admission.rates import TenantRates
-from loraplex_services.gateway.admission.request import AdmissionRequest
 from loraplex_services.gateway.clock import now_s
 from loraplex_services.gateway.metrics import (
     COMPLETION_TOKENS,
     FIRST_TOKEN_S,
     PROMPT_TOKENS,
-    REJECTIONS,
     REQUEST_S,
 )
+from loraplex_services.gateway.pipeline.admitting import Admitting
 from loraplex_services.gateway.pipeline.call_limits import (
     check_call,
     check_routing,
@@ -44,10 +39,8 @@ from loraplex_services.gateway.pipeline.sampling import resolve
 from loraplex_services.gateway.pipeline.spans import end_refused, end_span
 from loraplex_services.gateway.pipeline.usage import UsageCounter, outcome_of
 from loraplex_services.gateway.registry.resolve import Resolver
-from loraplex_services.gateway.registry.tenants import TenantDirectory
 from loraplex_services.gateway.request import GenerateCall, Target, TextDelta, name_adapters
 from loraplex_services.gateway.routing.relay import Relay
-from loraplex_services.gateway.routing.router import are_fetched
 from loraplex_services.gateway.routing.steering import Steering
 from loraplex_services.gateway.text.adapter_text import AdapterText
 from loraplex_services.gateway.text.chat_style import AS_DETECTED, StyleSettings
@@ -78,10 +71,7 @@ class Generation:
         adapter_text: AdapterText,
         relay: Relay,
         live: LiveRequests,
-        controller: AdmissionController,
-        rates: TenantRates,
-        concurrency: TenantConcurrency,
-        tenants: TenantDirectory,
+        admitting: Admitting,
         *,
         max_request_s: float,
         chat_style: StyleSettings = AS_DETECTED,
@@ -98,10 +88,7 @@ class Generation:
         self._adapter_text = adapter_text
         self._relay = relay
         self._live = live
-        self._controller = controller
-        self._rates = rates
-        self._concurrency = concurrency
-        self._tenants = tenants
+        self._admitting = admitting
         self._max_request_s = max_request_s
         self._chat_style = chat_style
         self._draw_seed = draw_seed
@@ -135,7 +122,7 @@ class Generation:
             raise draining()
         check_call(call)
         arrival_s = now_s()
-        limits = await self.charge_request(call.tenant)
+        limits = await self._admitting.charge_request(call.tenant)
         target = await self._resolver.target(call)
         check_update_policy(call, target)
         pooling = choose_pooling(call, target.adapters)
@@ -176,19 +163,6 @@ class Generation:
             span=span,
         )
 
-    async def charge_request(self, tenant: str) -> TenantLimits:
-        """Charge a tenant for a request before any work is done for it; returns its limits.
-
-        Raises: ResourceExhausted.
-        """
-        limits = await self._tenants.limits(tenant)
-        try:
-            await self._rates.charge_request(limits)
-        except LoraplexError as error:
-            REJECTIONS.labels(error.reason).inc()
-            raise
-        return limits
-
     async def prepare_all(self, calls: Sequence[GenerateCall]) -> list[PreparedRequest]:
         """Prepare the prompts of one request one after another, so that the event loop serves
         other requests between them. The first error ends it. Raises as `prepare` does."""
@@ -226,7 +200,7 @@ class Generation:
         base_id = prepared.base.base_id
         async with (
             self._live.entered(prepared) as steering,
-            self._admitted(prepared) as permit,
+            self._admitting.admitted(prepared) as permit,
             aclosing(self._choices(prepared, steering)) as text_deltas,
         ):
             PROMPT_TOKENS.labels(base_id).inc(prepared.usage.prompt_tokens)
@@ -249,35 +223,6 @@ class Generation:
         COMPLETION_TOKENS.labels(base_id).inc(prepared.usage.completion_tokens)
         duration_s = now_s() - prepared.arrival_s
         REQUEST_S.labels(base_id).observe(duration_s, prepared.span.exemplar)
-
-    @asynccontextmanager
-    async def _admitted(self, prepared: PreparedRequest) -> AsyncGenerator[Permit]:
-        """Charge the tenant, count its sequences and wait for admission; undo all at the end.
-
-        Raises: ResourceExhausted, DeadlineExceeded.
-        """
-        limits, usage = prepared.limits, prepared.usage
-        request = self._admission_request(prepared)
-        offered_s, is_admitted = now_s(), False
-        try:
-            async with (
-                self._rates.charged(limits, prepared.max_tokens, lambda: usage.total_tokens),
-                self._concurrency.held(limits, request.cost),
-                self._controller.admit(request) as permit,
-            ):
-                is_admitted = True
-                prepared.span.child("queue", offered_s, now_s())
-                yield permit
-        except LoraplexError as error:
-            if not is_admitted:
-                REJECTIONS.labels(error.reason).inc()
-            raise
-
-    def _admission_request(self, prepared: PreparedRequest) -> AdmissionRequest:
-        views = self._fleet.views(prepared.base.base_id)
-        digests = [adapter.digest for adapter in prepared.target.adapters]
-        run_s = self._controller.run_s(prepared.min_output, prepared.max_output)
-        return prepared.admission_request(run_s, awaits_fetch=not are_fetched(views, digests))
 
     def _choices(self, prepared: PreparedRequest, steering: Steering) -> TextDeltas:
         count = prepared.resolved.num_choices

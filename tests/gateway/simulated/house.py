@@ -19,6 +19,7 @@ from loraplex_services.gateway.admission.dispatch_window import ready_workers
 from loraplex_services.gateway.admission.queue import AdmissionLimits
 from loraplex_services.gateway.admission.rate_limit_store import RedisRateLimitStore
 from loraplex_services.gateway.admission.rates import TenantRates
+from loraplex_services.gateway.pipeline.admitting import Admitting
 from loraplex_services.gateway.pipeline.choice_text import ChoiceText
 from loraplex_services.gateway.pipeline.generation import Generation
 from loraplex_services.gateway.pipeline.live import LiveRequests
@@ -75,10 +76,13 @@ class SimulatedGateway:
             AdapterText(house.registry.read_files),
             self.relay,
             LiveRequests(self.resolver, self.fleet),
-            self.controller,
-            TenantRates(self.rate_limit_store),
-            self.concurrency,
-            TenantDirectory(house.limits_of),
+            Admitting(
+                TenantDirectory(house.limits_of),
+                TenantRates(self.rate_limit_store),
+                self.concurrency,
+                self.controller,
+                self.fleet,
+            ),
             max_request_s=MAX_REQUEST_S,
             draw_seed=lambda: house.rng.getrandbits(64),
         )
