@@ -83,10 +83,14 @@ async def upload(
     crc32s = {each.spec.path: each.crc32s for each in summed}
     session = await _open(channel, request)
     num_streams = await _num_streams(channel, session, files)
-    for pause_s in PAUSES_S:
+    pauses = iter(PAUSES_S)
+    while True:
         try:
             return await _send(channel, session, files, crc32s, progress, num_streams)
         except (Unavailable, ResourceExhausted, InvalidRequest) as error:
+            pause_s = next(pauses, None)
+            if pause_s is None:
+                raise
             # One stream may do what several may not: the tenant may have too many of them, and
             # another registry behind the same address may be older and take bytes only in order.
             # If one of several registries has ended, the others can still take some streams.
@@ -96,13 +100,23 @@ async def upload(
             num_streams = max(1, num_streams // 2) if is_lost else 1
             await asyncio.sleep(error.retry_after_s or pause_s)
         except Blocked as error:
-            # A file that the registry had was garbage collected in the meantime: open the upload
-            # again and send it.
+            # A file that the registry had was garbage collected in the meantime, or there is a gap
+            # after bytes that it had: it reads a stream only up to these.
             if error.reason != "UPLOAD_INCOMPLETE":
                 raise
+            num_before = _num_stored(session)
+            with contextlib.suppress(Unavailable):
+                session = await _open(channel, request)
+            if _num_stored(session) <= num_before and next(pauses, None) is None:
+                raise
+            continue
         with contextlib.suppress(Unavailable):
             session = await _open(channel, request)
-    return await _send(channel, session, files, crc32s, progress, num_streams)
+
+
+def _num_stored(session: pb.CreateUploadResponse) -> int:
+    """Bytes that a session has without a gap before them."""
+    return sum(each.committed_bytes for each in session.progress)
 
 
 async def _publish_in_one_call(

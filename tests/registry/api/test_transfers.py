@@ -246,6 +246,26 @@ async def test_an_upload_in_one_stream_fills_the_gap_before_bytes_that_are_store
         await uploading.upload(served.client._channel, options, files, summed)
 
 
+async def test_an_upload_fills_all_gaps_that_ended_streams_left(
+    served: ServedRegistry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after the end of one of several registries. There are more gaps than attempts."""
+    monkeypatch.setattr(uploading, "MAX_ONE_CALL_BYTES", -1)
+    monkeypatch.setattr(uploading, "PAUSES_S", ())
+    files = adapter_files(1)
+    folder = write_folder(tmp_path / "adapter", files)
+    request = pb.CreateUploadRequest(options=pb.PublishOptions(name="sql"))
+    for path in sorted(files):
+        size, sha256 = len(files[path]), _sha256(files[path])
+        request.files.add(path=path, size=size, sha256=sha256)
+    stub = served.client._stub
+    session = await stub.CreateUpload(request)
+    for begin in range(100, 1600, 200):
+        part = _part(session.upload_id, TENSORS, begin, files[TENSORS][begin : begin + 100])
+        await stub.UploadPart(iter([part]))
+    assert (await served.client.upload(folder, Publication("sql"))).version.version == 1
+
+
 async def test_a_file_that_cannot_be_read_holds_no_stream_of_its_tenant(
     served: ServedRegistry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
