@@ -10,10 +10,7 @@
 #include <algorithm>
 
 #include "kernels.h"
-#include "lora_pairs.h"
-#include "lora_segments.h"
-#include "lora_tiles.h"
-#include "lora_vectors.h"
+#include "lora_outputs.h"
 #include "pool.h"
 #include "vec.h"
 
@@ -21,23 +18,6 @@ namespace lpx {
 namespace {
 
 static_assert(kTaskRows <= TileUpdates::kMaxRows, "tiles");
-
-// What a thread keeps from task to task.
-struct Thread {
-    explicit Thread(bool uses_tiles) : tiles(uses_tiles) {}
-
-    TileUpdates tiles;
-    const Tile* after = nullptr;  // what is read after the adapter at hand, or null
-};
-
-// The rows of a tile that are read first.
-Following beginning_of(const Tile* tile) {
-    if (tile == nullptr) return {nullptr, 0};
-    const int64_t num_rows = smaller(tile->row_end - tile->row_begin, kTileRows);
-    int64_t num_bytes = num_rows * (tile->col_end - tile->col_begin);
-    with_tile(tile->dtype, [&](auto w) { num_bytes *= sizeof w; });
-    return {reinterpret_cast<const void*>(tile->address), num_bytes};
-}
 
 // The first rows of the next task, which others have pushed out of the second-level cache.
 template <class T>
@@ -50,16 +30,16 @@ void prefetch_rows(const T* rows, int64_t ld, int64_t num_columns, const Segment
     }
 }
 
+// The next window of a row.
+void prefetch_outputs(const bf16* row, int64_t num_outputs) {
+    constexpr int64_t kLineItems = 64 / sizeof(bf16);
+    for (int64_t c = 0; c < num_outputs; c += kLineItems) __builtin_prefetch(row + c, 1, 2);
+}
+
 // What a task reads first, or null.
 const Tile* first_tile(const Work& work, int64_t segment) {
     const Entry& entry = *work.used[work.segments[segment].first].entry;
     return entry.num_a + entry.num_b > 0 ? entry.a() : nullptr;
-}
-
-// What is read after a tile of A or B.
-Following following(const Entry& entry, const Tile& tile, const Thread& thread) {
-    const bool is_last = &tile + 1 == entry.b() + entry.num_b;
-    return beginning_of(is_last ? thread.after : &tile + 1);
 }
 
 // shrunk[row][rank] += x[row] . A[rank] over the tile.
@@ -67,14 +47,6 @@ template <class W>
 void shrink_tile(const float* x, int64_t ldx, int64_t num_rows, const Tile& tile, float* shrunk,
                  int64_t ld) {
     shrink_vectors(x + tile.col_begin, ldx, num_rows, reinterpret_cast<const W*>(tile.address),
-                   tile.row_end - tile.row_begin, tile.col_end - tile.col_begin,
-                   shrunk + tile.row_begin, ld);
-}
-
-template <class W>
-void expand_tile(float* y, int64_t ldy, int64_t num_rows, const Tile& tile, const float* shrunk,
-                 int64_t ld) {
-    expand_vectors(y + tile.col_begin, ldy, num_rows, reinterpret_cast<const W*>(tile.address),
                    tile.row_end - tile.row_begin, tile.col_end - tile.col_begin,
                    shrunk + tile.row_begin, ld);
 }
@@ -105,23 +77,6 @@ private:
     const float* wide_ = nullptr;
 };
 
-// Whether rows of T may be multiplied on tiles or in pairs, and whether they are with this matrix.
-template <class T>
-constexpr bool kMayTile = kHasUpdateTiles && std::is_same<T, bf16>::value;
-template <class T>
-constexpr bool kMayPair = kHasPairs && !kHasUpdateTiles && std::is_same<T, bf16>::value;
-template <class T>
-bool on_tiles(const Tile& tile) {
-    return kMayTile<T> && tile.dtype == kBfloat16;
-}
-template <class T>
-bool in_pairs(const Tile& tile) {
-    if constexpr (kMayPair<T>) return tile.dtype == kBfloat16 && uses_pairs();
-    return false;
-}
-
-inline const bf16* matrix_of(const Tile& tile) { return reinterpret_cast<const bf16*>(tile.address); }
-
 template <class T>
 void shrink(Inputs<T>& in, const Tile& tile, float* shrunk, int64_t ld, TileUpdates& tiles,
             const Following& next) {
@@ -142,51 +97,6 @@ void shrink(Inputs<T>& in, const Tile& tile, float* shrunk, int64_t ld, TileUpda
     with_tile(tile.dtype, [&](auto w) {
         shrink_tile<decltype(w)>(in.wide(), in.wide_stride(), in.num_rows, tile, shrunk, ld);
     });
-}
-
-// Outputs [begin, end) of a site, whose sums a task keeps as floats at the same time.
-struct Window {
-    int64_t begin, end;
-};
-
-// y += shrunk B for all tiles of B in a window, at which y begins. Only tiles of bfloat16 are divided.
-template <class T>
-void expand(const Entry& entry, float* y, int64_t ldy, int64_t num_rows, const Window& window,
-            const float* shrunk, Thread& thread) {
-    const int64_t ld = entry.rank, num_items = num_rows * entry.rank;
-    bf16* narrow = nullptr;
-    for (const Tile* tile = entry.b(); tile < entry.b() + entry.num_b; ++tile) {
-        if constexpr (kMayTile<T>) {
-            if (on_tiles<T>(*tile)) {
-                const int64_t begin = std::max(tile->col_begin, window.begin);
-                const int64_t end = std::min(tile->col_end, window.end);
-                if (begin >= end) continue;
-                thread.tiles.expand(y + begin - window.begin, ldy, num_rows,
-                                    matrix_of(*tile) + begin - tile->col_begin,
-                                    tile->row_end - tile->row_begin, end - begin,
-                                    tile->col_end - tile->col_begin, tile->col_end - end,
-                                    shrunk + tile->row_begin, ld, following(entry, *tile, thread));
-                continue;
-            }
-        }
-        if (!in_pairs<T>(*tile)) {
-            with_tile(tile->dtype, [&](auto w) {
-                expand_tile<decltype(w)>(y, ldy, num_rows, *tile, shrunk, ld);
-            });
-            continue;
-        }
-        if constexpr (kMayPair<T>) {
-            if (narrow == nullptr) {
-                narrow = reinterpret_cast<bf16*>(scratch(3, num_items / 2 + 1));
-                for (int64_t i = 0; i < num_items; i += kLanes) {
-                    store_n(narrow + i, load_n(shrunk + i, num_items - i), num_items - i);
-                }
-            }
-            expand_pairs(y + tile->col_begin, ldy, num_rows, matrix_of(*tile),
-                         tile->row_end - tile->row_begin, tile->col_end - tile->col_begin,
-                         narrow + tile->row_begin, ld);
-        }
-    }
 }
 
 template <class T>
@@ -226,63 +136,12 @@ const float* shrink_all(const Use* begin, const Use* end, In<T>& in, Thread& thr
     return all;
 }
 
-// Calls f(y, value) for each output in a window that the one-row float32 tiles cover, in every row.
-template <class F>
-void each_output(const Tile* tiles, int64_t num_tiles, float* y, int64_t ldy, int64_t num_rows,
-                 const Window& window, const F& f) {
-    for (int64_t i = 0; i < num_tiles; ++i) {
-        const Tile& tile = tiles[i];
-        const float* values = reinterpret_cast<const float*>(tile.address) - tile.col_begin;
-        const int64_t begin = std::max(tile.col_begin, window.begin);
-        const int64_t end = std::min(tile.col_end, window.end);
-        for (int64_t row = 0; row < num_rows; ++row) {
-            float* out = y + row * ldy;
-            for (int64_t c = begin; c < end; ++c) f(out[c - window.begin], values[c]);
-        }
-    }
-}
-
-// Adds all adapters of a segment to y, where the window begins.
-template <class T>
-void add_window(const Use* begin, const Use* end, const float* shrunk, float* y, int64_t ldy,
-                int64_t num_rows, const Window& window, Thread& thread) {
-    for (const Use* use = begin; use < end; ++use) {
-        const Entry& entry = *use->entry;
-        expand<T>(entry, y, ldy, num_rows, window, shrunk, thread);
-        shrunk += num_rows * entry.rank;
-        each_output(entry.lora_biases(), entry.num_lora_biases, y, ldy, num_rows, window,
-                    [use](float& out, float bias) { out += use->coef * bias; });
-    }
-    for (const Use* use = begin; use < end; ++use) {
-        each_output(use->entry->gains(), use->entry->num_gains, y, ldy, num_rows, window,
-                    [](float& out, float gain) { out *= gain; });
-    }
-    for (const Use* use = begin; use < end; ++use) {
-        each_output(use->entry->biases(), use->entry->num_biases, y, ldy, num_rows, window,
-                    [](float& out, float bias) { out += bias; });
-    }
-}
-
 template <template <class> class In>
 void add_rows(const Segment& segment, const Use* used, In<float>& in, float* y, int64_t ldy,
               int64_t num_outputs, Thread& thread) {
     const Use *begin = used + segment.first, *end = begin + segment.count;
     const float* shrunk = shrink_all(begin, end, in, thread);
-    add_window<float>(begin, end, shrunk, y, ldy, in.num_rows, {0, num_outputs}, thread);
-}
-
-// Outputs of a window: as many as the first-level cache holds for all rows. Few rows need none, and read B in
-// the order of memory.
-inline int64_t window_of(const Use* begin, const Use* end, int64_t num_rows, int64_t num_outputs) {
-    constexpr int64_t kBytes = 24 << 10, kItems = 64;
-    if (num_rows <= TileUpdates::kFewRows) return num_outputs;
-    for (const Use* use = begin; use < end; ++use) {
-        const Entry& entry = *use->entry;
-        for (const Tile* tile = entry.b(); tile < entry.b() + entry.num_b; ++tile) {
-            if (!on_tiles<bf16>(*tile)) return num_outputs;
-        }
-    }
-    return smaller(num_outputs, kBytes / int64_t(sizeof(float)) / num_rows / kItems * kItems);
+    add_window<float>(begin, end, shrunk, nullptr, y, ldy, in.num_rows, {0, num_outputs}, thread);
 }
 
 // bfloat16 rows are summed as floats and rounded once.
@@ -291,6 +150,7 @@ void add_rows(const Segment& segment, const Use* used, In<bf16>& in, bf16* y, in
               int64_t num_outputs, Thread& thread) {
     const Use *begin = used + segment.first, *end = begin + segment.count;
     const float* shrunk = shrink_all(begin, end, in, thread);
+    bf16* const factors = narrow_all<bf16>(begin, end, in.num_rows, shrunk);
     const int64_t width = window_of(begin, end, in.num_rows, num_outputs);
     // No power of two, at which lines of all rows would push each other out of the cache.
     const int64_t stride = (ceil_div(width, kLanes) | 1) * kLanes;
@@ -299,9 +159,11 @@ void add_rows(const Segment& segment, const Use* used, In<bf16>& in, bf16* y, in
         const Window window{first, smaller(first + width, num_outputs)};
         const int64_t n = window.end - first;
         for (int64_t row = 0; row < in.num_rows; ++row) {
-            widen(y + row * ldy + first, ldy, 1, n, out + row * stride);
+            const bf16* from = y + row * ldy + first;
+            widen(from, ldy, 1, n, out + row * stride);
+            prefetch_outputs(from + n, smaller(width, num_outputs - window.end));
         }
-        add_window<bf16>(begin, end, shrunk, out, stride, in.num_rows, window, thread);
+        add_window<bf16>(begin, end, shrunk, factors, out, stride, in.num_rows, window, thread);
         for (int64_t row = 0; row < in.num_rows; ++row) {
             for (int64_t c = 0; c < n; c += kLanes) {
                 store_n(y + row * ldy + first + c, load_n(out + row * stride + c, n - c), n - c);

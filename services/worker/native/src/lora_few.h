@@ -88,9 +88,10 @@ inline void expand_columns(float* y, int64_t ldy, const bf16* b, int64_t num_b, 
 template <int X>
 __attribute__((noinline)) void expand_few(float* y, int64_t ldy, const bf16* b, int64_t num_b,
                                           int64_t begin, int64_t n, int64_t ldb,
-                                          const bf16* factors, Prefetching& ahead) {
+                                          const bf16* factors, int64_t ldf,
+                                          Prefetching& ahead) {
     alignas(64) float wide[X][kTileRows];
-    for (int i = 0; i < X; ++i) store(wide[i], load(factors + i * kTileRows));
+    for (int i = 0; i < X; ++i) store(wide[i], load(factors + i * ldf));
     int64_t column = begin;
     for (; column + kTileInputs <= n; column += kTileInputs) {
         ahead.step();

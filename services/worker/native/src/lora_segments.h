@@ -10,7 +10,7 @@ namespace lpx {
 
 // Rows of one task: enough to outweigh reading the adapter again, few enough for all threads to have some.
 #if defined(__AMX_BF16__)
-constexpr int64_t kMinTaskRows = 16, kTaskRows = 48;  // 8 take as long to multiply by A
+constexpr int64_t kMinTaskRows = 16, kTaskRows = 64;  // 8 take as long to multiply by A
 #else
 constexpr int64_t kMinTaskRows = 8, kTaskRows = 48;
 #endif

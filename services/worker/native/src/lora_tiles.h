@@ -15,38 +15,16 @@
 
 #include "pool.h"
 #include "tiles_amx.h"
+#include "transpose.h"
 
 namespace lpx {
 
 constexpr bool kHasUpdateTiles = true;
 
-// Makes the compiler write to memory what instructions on tiles are about to read.
-inline void before_tiles() { asm volatile("" ::: "memory"); }
-
-// to[i][row] = item i of rows of 16 items, for four rows.
-inline void transpose_four(const __m512i (&rows)[4], int32_t* to, int64_t ld) {
-    const __m512i low = _mm512_unpacklo_epi32(rows[0], rows[1]);
-    const __m512i high = _mm512_unpackhi_epi32(rows[0], rows[1]);
-    const __m512i low2 = _mm512_unpacklo_epi32(rows[2], rows[3]);
-    const __m512i high2 = _mm512_unpackhi_epi32(rows[2], rows[3]);
-    const __m512i items[4] = {
-        _mm512_unpacklo_epi64(low, low2), _mm512_unpackhi_epi64(low, low2),
-        _mm512_unpacklo_epi64(high, high2), _mm512_unpackhi_epi64(high, high2)};
-    for (int i = 0; i < 4; ++i, to += ld) {
-        const auto at = [&](int j) { return reinterpret_cast<__m128i*>(to + 4 * j * ld); };
-        _mm_storeu_si128(at(0), _mm512_castsi512_si128(items[i]));
-        _mm_storeu_si128(at(1), _mm512_extracti32x4_epi32(items[i], 1));
-        _mm_storeu_si128(at(2), _mm512_extracti32x4_epi32(items[i], 2));
-        _mm_storeu_si128(at(3), _mm512_extracti32x4_epi32(items[i], 3));
-    }
-}
-
-inline __mmask16 first_lanes(int64_t n) { return (1u << n) - 1; }
-
 // A thread's updates. The registers are in use from the first to destruction.
 class TileUpdates {
 public:
-    static constexpr int64_t kMaxRows = 3 * kTileRows;
+    static constexpr int64_t kMaxRows = 4 * kTileRows;
     // Rows that are expanded in vectors.
     static constexpr int kFewRows = 4;
 
@@ -60,41 +38,53 @@ public:
         if (configured_ != 0) _tile_release();
     }
 
-    // out[row][A row] += x[row] . A over n columns, for up to kMaxRows rows. `next` is read after A.
+    // out[row][A row] += x[row] . A over n columns, for up to kMaxRows rows. `next` is read after A. The rows and
+    // columns at an address are the same until `expand` is called.
     void shrink(const bf16* x, int64_t ldx, int64_t num_rows, const bf16* a, int64_t num_a,
                 int64_t n, float* out, int64_t ldout, const Following& next) {
-        const Inputs in = inputs_of(x, ldx, num_rows, n);
+        if (x != turned_ || n != num_turned_) in_ = inputs_of(x, ldx, num_rows, n);
+        turned_ = x;
+        num_turned_ = n;
+        const Inputs in = in_;
         for (int64_t r = 0; r < num_a; r += kTileRows) {
             const int64_t count = smaller(num_a - r, kTileRows);
             configure_shrink(count, num_rows);
             Prefetching ahead(after(a, num_a, r + count, n, next), tiles_of(n));
-            with_count<3>(ceil_div(num_rows, kTileRows), [&](auto blocks) {
+            with_count<4>(ceil_div(num_rows, kTileRows), [&](auto blocks) {
                 shrink_rows<blocks.value>(in, num_rows, a + r * n, count, n, out + r, ldout, ahead);
             });
         }
     }
 
-    // y[row] += shrunk[row] B over n columns of ldb, which `left` follow, for up to kMaxRows rows. `next` is read
+    // Items of a row of factors of num_b rows of B: zeros fill the last 16.
+    static int64_t factors_of(int64_t num_b) { return ceil_div(num_b, kTileRows) * kTileRows; }
+
+    // Makes rows of factors: `shrunk` in bfloat16.
+    static void narrow(const float* shrunk, int64_t ld, int64_t num_rows, int64_t num_b,
+                       bf16* factors) {
+        for (int64_t row = 0; row < num_rows; ++row, shrunk += ld) {
+            for (int64_t r = 0; r < num_b; r += kTileRows, factors += kTileRows) {
+                const __mmask16 lanes = first_lanes(smaller(num_b - r, kTileRows));
+                store(factors, Vec{_mm512_maskz_loadu_ps(lanes, shrunk + r)});
+            }
+        }
+    }
+
+    // y[row] += factors[row] B over n columns of ldb, which `left` follow, for up to kMaxRows rows. `next` is read
     // after B.
     void expand(float* y, int64_t ldy, int64_t num_rows, const bf16* b, int64_t num_b, int64_t n,
-                int64_t ldb, int64_t left, const float* shrunk, int64_t ld, const Following& next) {
-        alignas(64) bf16 factors[kMaxRows * kTileRows];
-        for (int64_t r = 0; r < num_b; r += kTileRows) {
+                int64_t ldb, int64_t left, const bf16* factors, const Following& next) {
+        turned_ = nullptr;
+        const int64_t whole = num_rows > kFewRows ? n / kTileInputs * kTileInputs : 0;
+        if (whole > 0) expand_tiles(y, ldy, num_rows, b, num_b, whole, n, ldb, left, factors, next);
+        for (int64_t r = 0; whole < n && r < num_b; r += kTileRows) {
             const int64_t count = smaller(num_b - r, kTileRows);
-            for (int64_t row = 0; row < num_rows; ++row) {
-                const float* from = shrunk + row * ld + r;
-                store(factors + row * kTileRows,
-                      Vec{_mm512_maskz_loadu_ps(first_lanes(count), from)});
-            }
-            const bf16* rows = b + r * ldb;
             const bool ends = r + count == num_b && left == 0;
             Prefetching ahead(n == ldb ? after(b, num_b, r + count, n, next)
                                        : ends ? next : Following{nullptr, 0},
                               ceil_div(n, kTileInputs));
-            const bool in_tiles = num_rows > kFewRows;
-            const int64_t whole = in_tiles ? n / kTileInputs * kTileInputs : 0;
-            if (in_tiles) expand_tiles(y, ldy, num_rows, rows, count, n, ldb, left, factors, ahead);
-            if (whole < n) expand_vectors(y, ldy, num_rows, rows, count, whole, n, ldb, factors, ahead);
+            expand_vectors(y, ldy, num_rows, b + r * ldb, count, whole, n, ldb, factors + r,
+                           factors_of(num_b), ahead);
         }
     }
 
@@ -107,8 +97,9 @@ private:
     };
 
     static constexpr unsigned kTinyIsZero = 0x8040;  // of operands and of results
-    // Columns whose pairs are interleaved before they are multiplied.
-    static constexpr int64_t kStripColumns = 512;
+    // Rows of B whose products are added before the sums are stored.
+    static constexpr int64_t kStripRows = 4 * kTileRows;
+    static constexpr int64_t kStripItems = kStripRows * kTileInputs;
 
     static Following after(const bf16* rows, int64_t num_rows, int64_t row, int64_t n,
                            const Following& next) {
@@ -124,8 +115,16 @@ private:
         const int64_t block = tiles_of(n) * kTileRows * width;
         int32_t* to =
             reinterpret_cast<int32_t*>(scratch(3, ceil_div(num_rows, kTileRows) * block));
-        for (int64_t row = 0; row < num_rows; row += 4) {
-            int32_t* out = to + row / kTileRows * block + row % kTileRows;
+        for (int64_t row = 0; width == kTileRows && row < num_rows; row += kTileRows) {
+            const int64_t count = smaller(num_rows - row, kTileRows);
+            int32_t* out = to + row / kTileRows * block;
+            const bf16* from = x + row * ldx;
+            for (int64_t k = 0; k < n; k += kTileInputs, out += kTileRows * kTileRows) {
+                transpose_tile(from + k, ldx, count, n - k, out);
+            }
+        }
+        for (int64_t row = 0; width < kTileRows && row < num_rows; row += 4) {
+            int32_t* out = to + row;
             for (int64_t k = 0; k < n; k += kTileInputs) {
                 __m512i rows[4];
                 for (int i = 0; i < 4; ++i) {
@@ -138,16 +137,31 @@ private:
         return {reinterpret_cast<const bf16*>(to), 2 * width, 2 * block};
     }
 
-    // Sums of blocks of rows in tiles 0 to 2, their pairs in 3 to 5, rows of A in 6.
+    // Pairs of 32 inputs, of which `left` are left, and zeros after those.
+    static void transpose_tile(const bf16* x, int64_t ldx, int64_t num_rows, int64_t left,
+                               int32_t* to) {
+        alignas(64) bf16 last[kTileItems];
+        if (left < kTileInputs) {
+            for (int64_t row = 0; row < num_rows; ++row) {
+                store_pairs(last + row * kTileInputs, load_pairs_n(x + row * ldx, left));
+            }
+            return transpose_pairs(last, kTileInputs, num_rows, to);
+        }
+        transpose_pairs(x, ldx, num_rows, to);
+    }
+
+    // Sums of blocks of rows in tiles 0 to 3, pairs of the last block in 4, of others in 5 and 6, rows of A in 7.
     void configure_shrink(int64_t num_a, int64_t num_rows) {
         if (!begin_configuring(1, num_a, num_rows)) return;
         TileConfig config;
-        for (int block = 0; block < 3 && block * kTileRows < num_rows; ++block) {
-            const int64_t count = smaller(num_rows - block * kTileRows, kTileRows);
-            config.set(block, static_cast<uint8_t>(num_a), static_cast<uint16_t>(4 * count));
-            config.set(3 + block, kTileRows, static_cast<uint16_t>(4 * count));
+        const int64_t last = (num_rows - 1) / kTileRows;
+        const uint16_t bytes = static_cast<uint16_t>(4 * (num_rows - last * kTileRows));
+        for (int block = 0; block <= last; ++block) {
+            config.set(block, static_cast<uint8_t>(num_a), block < last ? kTileBytes : bytes);
         }
-        config.set(6, static_cast<uint8_t>(num_a), kTileBytes);
+        config.set(4, kTileRows, bytes);
+        for (int tile : {5, 6}) config.set(tile, kTileRows, kTileBytes);
+        config.set(7, static_cast<uint8_t>(num_a), kTileBytes);
         config.load();
     }
 
@@ -189,25 +203,33 @@ private:
         _tile_zero(0);
         if (B > 1) _tile_zero(1);
         if (B > 2) _tile_zero(2);
+        if (B > 3) _tile_zero(3);
         const int64_t line = in.line_items * sizeof(bf16);
         for (int64_t k = 0; k < tiles_of(n); ++k) {
             ahead.step();
             const bf16* pairs = in.at + k * kTileRows * in.line_items;
             if (k < whole) {
-                _tile_loadd(6, a + k * kTileInputs, n * sizeof(bf16));
+                _tile_loadd(7, a + k * kTileInputs, n * sizeof(bf16));
             } else {
-                _tile_loadd(6, last, kTileBytes);
+                _tile_loadd(7, last, kTileBytes);
             }
-            _tile_loadd(3, pairs, line);
-            _tile_dpbf16ps(0, 6, 3);
+            _tile_loadd(4, pairs + (B - 1) * in.block_items, line);
             if (B > 1) {
-                _tile_loadd(4, pairs + in.block_items, line);
-                _tile_dpbf16ps(1, 6, 4);
+                _tile_loadd(5, pairs, line);
+                _tile_dpbf16ps(0, 7, 5);
             }
             if (B > 2) {
-                _tile_loadd(5, pairs + 2 * in.block_items, line);
-                _tile_dpbf16ps(2, 6, 5);
+                _tile_loadd(6, pairs + in.block_items, line);
+                _tile_dpbf16ps(1, 7, 6);
             }
+            if (B > 3) {
+                _tile_loadd(5, pairs + 2 * in.block_items, line);
+                _tile_dpbf16ps(2, 7, 5);
+            }
+            if (B == 1) _tile_dpbf16ps(0, 7, 4);
+            if (B == 2) _tile_dpbf16ps(1, 7, 4);
+            if (B == 3) _tile_dpbf16ps(2, 7, 4);
+            if (B == 4) _tile_dpbf16ps(3, 7, 4);
         }
         alignas(64) float sums[B][kTileRows * kTileRows];
         if (num_rows == 1) {
@@ -217,6 +239,7 @@ private:
         _tile_stored(0, sums[0], kTileBytes);
         if (B > 1) _tile_stored(1, sums[B > 1], kTileBytes);
         if (B > 2) _tile_stored(2, sums[B > 2 ? 2 : 0], kTileBytes);
+        if (B > 3) _tile_stored(3, sums[B > 3 ? 3 : 0], kTileBytes);
         for (int block = 0; block < B; ++block) {
             const int64_t first = block * kTileRows;
             add_block(sums[block], smaller(num_rows - first, kTileRows), num_a,
@@ -245,63 +268,89 @@ private:
         }
     }
 
-    // For up to 16 rows of B, over whole tiles of columns.
+    // Over `whole` of n columns, which fill tiles. Columns are put in pairs while those before are multiplied.
     void expand_tiles(float* y, int64_t ldy, int64_t num_rows, const bf16* b, int64_t num_b,
-                      int64_t n, int64_t ldb, int64_t left, const bf16* factors,
-                      Prefetching& ahead) {
-        alignas(64) bf16 strip[kStripColumns * kTileRows];
-        const int64_t num_pairs = ceil_div(num_b, 2), rest = num_rows % kTileRows;
+                      int64_t whole, int64_t n, int64_t ldb, int64_t left, const bf16* factors,
+                      const Following& next) {
+        alignas(64) bf16 strips[2][kStripItems];
+        const int64_t num_pairs = smaller(ceil_div(num_b, 2), kTileRows / 2);
         configure_expand(num_pairs, num_rows);
-        const int64_t tile_items = num_pairs * kTileInputs, end = n / kTileInputs * kTileInputs;
-        for (int64_t first = 0; first < end; first += kStripColumns) {
-            const int64_t width = smaller(kStripColumns, end - first);
-            for (int64_t column = 0; column < width; column += kTileInputs) {
+        for (int64_t r = 0; r < num_b; r += kStripRows) {
+            const int64_t count = smaller(num_b - r, kStripRows);
+            const Factors from{factors + r, factors_of(num_b), ceil_div(count, kTileRows), num_pairs};
+            const bool ends = r + count == num_b && left == 0;
+            Prefetching ahead(ends ? next : Following{nullptr, 0}, whole / kTileInputs);
+            int which = 0;
+            for (int64_t column = 0; column < whole; column += kTileInputs, which ^= 1) {
                 ahead.step();
+                const bf16* rows = b + r * ldb + column;
                 // The same of the next n columns, which are read after all rows of these.
-                const bf16* later = b + n + first + column;
-                for (int64_t r = 0; first + column < left && r < num_b; ++r) {
-                    __builtin_prefetch(later + r * ldb, 0, 2);
+                for (int64_t i = 0; column < left && i < count; ++i) {
+                    __builtin_prefetch(rows + n + i * ldb, 0, 2);
                 }
-                interleave_rows(b + first + column, num_b, ldb, strip + column * 2 * num_pairs);
-            }
-            before_tiles();
-            for (int64_t column = 0; column < width; column += kTileInputs) {
-                const bf16* pairs = strip + column * 2 * num_pairs;
-                float* out = y + first + column;
-                const bf16* from = factors;
-                _tile_loadd(6, pairs, kTileBytes);
-                _tile_loadd(7, pairs + tile_items, kTileBytes);
-                const int64_t stride = ldy * sizeof(float);
-                for (int64_t row = kTileRows; row <= num_rows; row += kTileRows) {
-                    _tile_loadd(4, from, kTileRows * sizeof(bf16));
-                    _tile_loadd(0, out, stride);
-                    _tile_dpbf16ps(0, 4, 6);
-                    _tile_loadd(1, out + kTileRows, stride);
-                    _tile_dpbf16ps(1, 4, 7);
-                    _tile_stored(0, out, stride);
-                    _tile_stored(1, out + kTileRows, stride);
-                    out += kTileRows * ldy;
-                    from += kTileRows * kTileRows;
+                for (int64_t i = 0; i < from.num_groups; ++i) {
+                    interleave_rows(rows + i * kTileRows * ldb,
+                                    smaller(count - i * kTileRows, kTileRows), ldb, num_pairs,
+                                    strips[which] + i * 2 * num_pairs * kTileInputs);
                 }
-                if (rest == 0) continue;
-                _tile_loadd(5, from, kTileRows * sizeof(bf16));
-                _tile_loadd(2, out, stride);
-                _tile_dpbf16ps(2, 5, 6);
-                _tile_loadd(3, out + kTileRows, stride);
-                _tile_dpbf16ps(3, 5, 7);
-                _tile_stored(2, out, stride);
-                _tile_stored(3, out + kTileRows, stride);
+                if (column > 0) {
+                    multiply_strip(strips[which ^ 1], from, num_rows, y + column - kTileInputs, ldy);
+                }
             }
+            multiply_strip(strips[which ^ 1], from, num_rows, y + whole - kTileInputs, ldy);
         }
     }
 
-    // Two tiles of pairs of rows of B, for 32 columns. A last row without a partner is paired with zeros.
-    static void interleave_rows(const bf16* b, int64_t num_b, int64_t n, bf16* tiles) {
-        const int64_t num_pairs = ceil_div(num_b, 2);
+    // Rows of factors of groups of num_pairs pairs of rows of B.
+    struct Factors {
+        const bf16* at;
+        int64_t stride, num_groups, num_pairs;
+    };
+
+    // Adds the products with a strip, two tiles for each group of rows of B, to 32 columns.
+    static void multiply_strip(const bf16* strip, const Factors& from, int64_t num_rows, float* out,
+                               int64_t ldy) {
+        const int64_t stride = ldy * sizeof(float), line = from.stride * sizeof(bf16);
+        const int64_t tile_items = from.num_pairs * kTileInputs;
+        before_tiles();
+        int64_t row = 0;
+        for (; row + kTileRows <= num_rows; row += kTileRows, out += kTileRows * ldy) {
+            _tile_loadd(0, out, stride);
+            _tile_loadd(1, out + kTileRows, stride);
+            for (int64_t i = 0; i < from.num_groups; ++i) {
+                const bf16* pairs = strip + i * 2 * tile_items;
+                _tile_loadd(4, from.at + row * from.stride + i * kTileRows, line);
+                _tile_loadd(6, pairs, kTileBytes);
+                _tile_dpbf16ps(0, 4, 6);
+                _tile_loadd(7, pairs + tile_items, kTileBytes);
+                _tile_dpbf16ps(1, 4, 7);
+            }
+            _tile_stored(0, out, stride);
+            _tile_stored(1, out + kTileRows, stride);
+        }
+        if (row == num_rows) return;
+        _tile_loadd(2, out, stride);
+        _tile_loadd(3, out + kTileRows, stride);
+        for (int64_t i = 0; i < from.num_groups; ++i) {
+            const bf16* pairs = strip + i * 2 * tile_items;
+            _tile_loadd(5, from.at + row * from.stride + i * kTileRows, line);
+            _tile_loadd(6, pairs, kTileBytes);
+            _tile_dpbf16ps(2, 5, 6);
+            _tile_loadd(7, pairs + tile_items, kTileBytes);
+            _tile_dpbf16ps(3, 5, 7);
+        }
+        _tile_stored(2, out, stride);
+        _tile_stored(3, out + kTileRows, stride);
+    }
+
+    // Two tiles of num_pairs pairs of rows of B, for 32 columns. Zeros stand for rows after the last.
+    static void interleave_rows(const bf16* b, int64_t num_b, int64_t n, int64_t num_pairs,
+                                bf16* tiles) {
         for (int64_t pair = 0; pair < num_pairs; ++pair, b += 2 * n, tiles += kTileInputs) {
             Pairs first, last;
-            const bool is_alone = 2 * pair + 1 == num_b;
-            interleave(load_pairs(b), load_pairs_n(b + n, is_alone ? 0 : kTileInputs), first, last);
+            const int64_t left = num_b - 2 * pair;
+            interleave(load_pairs_n(b, left > 0 ? kTileInputs : 0),
+                       load_pairs_n(b + n, left > 1 ? kTileInputs : 0), first, last);
             store_pairs(tiles, first);
             store_pairs(tiles + num_pairs * kTileInputs, last);
         }
@@ -310,17 +359,20 @@ private:
     // The same for any number of columns, [begin, end) of n.
     static void expand_vectors(float* y, int64_t ldy, int64_t num_rows, const bf16* b,
                                int64_t num_b, int64_t begin, int64_t n, int64_t ldb,
-                               const bf16* factors, Prefetching& ahead) {
+                               const bf16* factors, int64_t ldf, Prefetching& ahead) {
         for (int64_t row = 0; row < num_rows; row += kFewRows) {
             with_count<kFewRows>(num_rows - row, [&](auto count) {
                 expand_few<count.value>(y + row * ldy, ldy, b, num_b, begin, n, ldb,
-                                        factors + row * kTileRows, ahead);
+                                        factors + row * ldf, ldf, ahead);
             });
         }
     }
 
     const unsigned before_;
     int64_t configured_ = 0;
+    Inputs in_{};
+    const bf16* turned_ = nullptr;  // what `in_` has the rows of
+    int64_t num_turned_ = 0;
 };
 
 }  // namespace lpx
@@ -336,8 +388,10 @@ struct TileUpdates {
     static constexpr int64_t kMaxRows = INT64_MAX, kFewRows = INT64_MAX;
     void shrink(const bf16* x, int64_t ldx, int64_t num_rows, const bf16* a, int64_t num_a,
                 int64_t n, float* out, int64_t ldout, const Following& next);
+    static int64_t factors_of(int64_t num_b);
+    static void narrow(const float*, int64_t ld, int64_t num_rows, int64_t num_b, bf16* factors);
     void expand(float* y, int64_t ldy, int64_t num_rows, const bf16* b, int64_t num_b, int64_t n,
-                int64_t ldb, int64_t left, const float* shrunk, int64_t ld, const Following& next);
+                int64_t ldb, int64_t left, const bf16* factors, const Following& next);
 };
 inline void prefetch_all(const Following&) {}
 

@@ -26,6 +26,9 @@ struct alignas(64) TileConfig {
     }
 };
 
+// Makes the compiler write to memory what instructions on tiles are about to read.
+inline void before_tiles() { asm volatile("" ::: "memory"); }
+
 // An instruction has 16 times the multiplications of one with float32 vectors.
 inline bool prefers_tiles() { return true; }
 

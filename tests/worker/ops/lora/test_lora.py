@@ -79,7 +79,7 @@ def random_tiles(rng, rows, columns, row_begin, col_begin, dtype) -> list[Tile]:
     for begin, end in [(0, cut), (cut, columns)]:
         row = 0
         while begin < end and row < rows:
-            num = rng.randrange(1, min(16, rows - row) + 1)
+            num = rng.randrange(1, min(rng.choice([16, 80]), rows - row) + 1)
             data = torch.randn(num, end - begin).to(dtype) / math.sqrt(columns)
             rectangle = row_begin + row, row_begin + row + num, col_begin + begin, col_begin + end
             tiles.append(Tile(*rectangle, data))
@@ -95,7 +95,7 @@ def random_delta(rng, num_inputs, num_outputs, dtype) -> SiteDelta:
     for begin, end in itertools.pairwise(cuts):
         if rng.random() < 0.25 and slices:
             continue
-        num_ranks, scale = rng.choice([1, 3, 16, 17, 64]), rng.choice([0.25, 1.0, 2.0])
+        num_ranks, scale = rng.choice([1, 3, 16, 17, 64, 80]), rng.choice([0.25, 1.0, 2.0])
         slices.append(Slice(rank, num_ranks, begin, end - begin, scale))
         a += random_tiles(rng, num_ranks, num_inputs, rank, 0, dtype)
         b += random_tiles(rng, num_ranks, end - begin, rank, begin, dtype)
@@ -195,7 +195,7 @@ def test_a_row_does_not_depend_on_its_neighbours_bit_for_bit(compiled, dtype):
 def test_a_row_has_the_same_bits_in_runs_of_any_length(compiled, smallest):
     rng = random.Random(5)
     torch.manual_seed(5)
-    lengths = [1, 2, 3, 4, 5, 8, 15, 16, 17, 33, 48, 60]
+    lengths = [1, 2, 3, 4, 5, 8, 15, 16, 17, 33, 48, 60, 64, 97]
     ends = list(itertools.accumulate(lengths))
     deltas = [random_delta(rng, 200, 330, torch.bfloat16) for _ in lengths]
     deltas = [replace(delta, lora_biases=(), biases=()) for delta in deltas]
