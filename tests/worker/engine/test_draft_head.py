@@ -63,12 +63,12 @@ def test_proposals_are_the_likeliest_tokens_of_a_plain_head(
     seen = spy(monkeypatch)
     make_rows_cheap(monkeypatch)
     stage = Stage(make_runner(tmp_path, 1 << 22), tmp_path, max_step_tokens=24)
-    fields = {"num_prompt": 30, "max_tokens": 20, "temperature": 1.0}
+    fields = {"num_prompt": 30, "max_tokens": 12, "temperature": 1.0}
     stage.run(*stage.fetched(A), submit("base", **fields), submit("adapted", A, seed=1, **fields))
     heads = {"base": PlainHead(base.model, tensors)}
     model = peft.PeftModel.from_pretrained(copy.deepcopy(base.model), tmp_path / A).eval()
     heads["adapted"] = PlainHead(model, tensors)
-    assert len(seen) > 20 and {request for request, _, _ in seen} == {"base", "adapted"}
+    assert len(seen) > 12 and {request for request, _, _ in seen} == {"base", "adapted"}
     for request, tokens, proposal in seen:
         logits = heads[request].logits(tokens)[-1]
         assert logits.max() - logits[proposal] < 1e-4, (request, len(tokens))
@@ -107,14 +107,14 @@ def test_proposals_change_no_bit_of_an_output(
     make_rows_cheap(monkeypatch)
     monkeypatch.setattr(drafting, "NUM_MATCHED", num_matched)  # if 90, the head makes all drafts
     rng = random.Random(7)
-    requests = [random_request(rng, str(i)) for i in range(30)]
+    requests = [random_request(rng, str(i)) for i in range(16)]
     num_bytes = num_blocks * make_runner(tmp_path, dtype=dtype).block_bytes
     drafted, plain = (
         outputs(make_runner(tmp_path, num_bytes, dtype=dtype), tmp_path, requests, 24, drafts)
         for drafts in (True, False)
     )
     assert drafted == plain
-    assert len(seen) > 100
+    assert len(seen) > 30
 
 
 def test_a_preempted_request_has_the_same_output_with_proposals(

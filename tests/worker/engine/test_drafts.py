@@ -20,7 +20,7 @@ from tests.worker.engine_stage import A, B, Stage, make_runner, submit, write_fi
 from tests.worker.parity.adapters import make_adapter
 from tests.worker.parity.bases import BASES, LIBRARY_BASES, make_base
 
-NUM_REQUESTS = 30
+NUM_REQUESTS = 16
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +51,7 @@ def random_request(
 
 
 def run(
-    stage: Stage, requests: Sequence[Submit], cancelled: Sequence[str] = (), least: int = 20
+    stage: Stage, requests: Sequence[Submit], cancelled: Sequence[str] = (), least: int = 8
 ) -> dict[str, list[TokenOutput]]:
     said: dict[str, list[TokenOutput]] = {}
     left, step, num_drafted, num_accepted = list(requests), 0, 0, 0
@@ -105,7 +105,7 @@ def test_outputs_are_bit_for_bit_those_of_each_request_alone(
 ) -> None:
     monkeypatch.setattr(drafting, "FIXED_ROWS", 1000)
     rng = random.Random(11)
-    requests = [random_request(rng, str(i)) for i in range(40)]
+    requests = [random_request(rng, str(i)) for i in range(NUM_REQUESTS)]
     stage = Stage(make_runner(files, 96 * 1024, dtype=dtype), files, drafts=drafts)
     said: dict[str, list[TokenOutput]] = {}
     left = list(requests)

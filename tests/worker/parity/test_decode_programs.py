@@ -22,6 +22,7 @@ RECURRENT = ("qwen3.5-moe", "qwen3-next")
 UNUSUAL = ("gemma4", "gemma4-all", "ministral3")
 FEATURES = ("rank-8-all-linear", "rank-33-odd", "dora", "lora-bias", "bias-all", "patterns")
 NUM_TOKENS = 12
+DTYPES = ("float32", "bfloat16")
 
 pytestmark = pytest.mark.skipif(
     not isinstance(choose_operators(torch.device("cpu"), torch.float32, "auto"), NativeOperators),
@@ -86,8 +87,17 @@ def drive(runner, base, tmp_path, features=FEATURES):
         driver.run(jobs, chunk=23)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("base_name", DENSE + SPARSE + RECURRENT + UNUSUAL)
+def _bases_and_dtypes():
+    """Each base in one dtype, and in the other one with the long tests: operators of both are in
+    every kind of base."""
+    for kind in (DENSE, SPARSE, RECURRENT, UNUSUAL):
+        for index, name in enumerate(kind):
+            for dtype in (DTYPES[index % 2], DTYPES[1 - index % 2]):
+                marks = [pytest.mark.long] * (dtype != DTYPES[index % 2])
+                yield pytest.param(name, dtype, marks=marks)
+
+
+@pytest.mark.parametrize(("base_name", "dtype"), list(_bases_and_dtypes()))
 def test_a_program_gives_the_bits_of_the_layers_in_python(base_name, dtype, tmp_path, num_runs):
     base = make_base(base_name, tmp_path / "base")
     runner = parity_runner(base.folder, arena_bytes=24 << 20, dtype=dtype)

@@ -28,13 +28,12 @@ DIVISIONS = {
 inputs of the tiny bases' blocks, and one at their outputs."""
 ALWAYS = {
     ("llama3-rope-tied", 2, "one"),
-    ("llama", 2, "full"),
     ("llama", 4, "by-site"),
     ("qwen3.5-moe", 2, "one"),
     ("gemma4-all", 2, "one"),
 }
-"""Tied tables; recurrent layers, and experts with a shared one; layers of different heads. (base,
-ranks, division)"""
+"""Tied tables; adapters with both matrices divided at some sites and one at others; recurrent
+layers, and experts with a shared one; layers of different heads. (base, ranks, division)"""
 
 
 def _params() -> list[object]:

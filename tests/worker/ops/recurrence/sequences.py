@@ -18,7 +18,7 @@ from loraplex_services.worker.types.step_plan import StateSpan
 CONFIGS = {
     "shared-keys": RecurrenceConfig((0, 1, 3), 2, 4, 16, 24, 4),
     "one-head": RecurrenceConfig((2,), 1, 1, 8, 8, 2),
-    "odd": RecurrenceConfig((0, 1), 3, 9, 20, 12, 3),
+    "odd": RecurrenceConfig((0, 1), 1, 3, 20, 12, 3),
     "published": RecurrenceConfig((0, 1), 2, 4, 128, 128, 4),
 }
 NUM_BLOCKS = 600

@@ -185,7 +185,7 @@ def test_scores_that_float32_cannot_exponentiate_are_attended(device):
 
 def test_a_generation_has_the_same_bits_whatever_else_is_in_its_batch(device):
     shape = HeadShape(4, 2, 16, 0.25, None, None)
-    chunks = [(0, 30), (450, 1), (5, 1), (700, 1), (150, 1)]
+    chunks = [(0, 30), (5, 1), (320, 1)]
     kv, sequences = make_step(shape, torch.float16, device, chunks)
     together = run_step(shape, kv, sequences)
     for i in range(1, len(sequences)):
@@ -195,7 +195,7 @@ def test_a_generation_has_the_same_bits_whatever_else_is_in_its_batch(device):
 
 def test_steps_share_a_workspace_and_leave_its_counters_at_zero(device):
     shape = HeadShape(4, 2, 16, 0.25, None, None)
-    kv, sequences = make_step(shape, torch.float32, device, [(450, 1), (5, 1), (700, 1)])
+    kv, sequences = make_step(shape, torch.float32, device, [(270, 1), (5, 1), (530, 1)])
     workspace = Workspace()
     first = run_step(shape, kv, sequences, workspace)
     sums = workspace.partial_sums(1, 1, shape, device)

@@ -23,8 +23,16 @@ def test_every_case_equals_the_reference(case: contract.Case, device: torch.devi
     contract.check_case(triton_attention(), case, torch.float32, device.type)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("kept", ["int8", "fp8"])
+@pytest.mark.parametrize(
+    ("kept", "dtype"),
+    [
+        ("int8", torch.float32),
+        ("fp8", torch.bfloat16),
+        pytest.param("int8", torch.bfloat16, marks=pytest.mark.long),
+        pytest.param("fp8", torch.float32, marks=pytest.mark.long),
+    ],
+    ids=str,
+)
 def test_cases_in_codes_equal_the_reference(
     kept: str, dtype: torch.dtype, device: torch.device
 ) -> None:
