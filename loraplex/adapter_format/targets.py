@@ -36,6 +36,7 @@ def check_targets(
     """
     base = {module.name: module for module in geometry.modules} if geometry else {}
     _refuse_incomplete(config, modules, base, findings)
+    _note_lost_biases(config, modules, base, findings)
     targets = _effective_targets(config, geometry, findings)
     if targets is None:
         return
@@ -60,6 +61,24 @@ def check_targets(
             _note_missing(config, missing, len(selected), findings, allow_missing=allow_missing)
     except BadPattern as error:
         findings.refuse(f"{CONFIG_FILE}:target_modules", targets, str(error))
+
+
+def _note_lost_biases(
+    config: AdapterConfig,
+    modules: Sequence[AdapterModule],
+    base: Mapping[str, Module],
+    findings: Findings,
+) -> None:
+    """Warn of biases that PEFT trained and did not save. Mutates: findings."""
+    with_bias = {name for name, module in base.items() if module.has_bias}
+    lost = [m.name for m in modules if m.rank and m.bias is None and m.name in with_bias]
+    if lost and config.bias == "lora_only":
+        findings.warn(
+            f"{CONFIG_FILE}:bias",
+            config.bias,
+            f"the file has no trained bias of {lost[0]}, so the base's is used, as PEFT does; "
+            "PEFT 0.10 to 0.20 trained such biases without saving them: train with a newer PEFT",
+        )
 
 
 def _is_selected(

@@ -141,3 +141,14 @@ def test_tensors_without_their_field_are_refused(feature: str, tmp_path: Path) -
     found = {violation.field for violation in caught.value.violations}
     assert found >= expected
     assert all(field.startswith("adapter_model.safetensors:") for field in found)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_biases_that_were_trained_but_not_saved_are_noted(tmp_path: Path) -> None:
+    geometry = write("qwen2", "bias-lora-only", tmp_path)
+    assert not check(tmp_path, geometry).warnings
+    path = tmp_path / "adapter" / "adapter_model.safetensors"
+    tensors = load_file(path)
+    save_file({name: t for name, t in tensors.items() if not name.endswith(".bias")}, path)
+    (warning,) = check(tmp_path, geometry).warnings
+    assert warning.field == "adapter_config.json:bias"
