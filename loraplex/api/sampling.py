@@ -10,6 +10,11 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 
+def _texts(value: Sequence[str]) -> Sequence[str]:
+    """A lone text is one item, not one for each of its characters. Type checkers see no error."""
+    return (value,) if isinstance(value, str) else value
+
+
 @dataclass(frozen=True, slots=True)
 class Grammar:
     """A grammar that the whole output must match; exactly one field is set."""
@@ -26,7 +31,7 @@ class Grammar:
         if isinstance(self.json_schema, Mapping):
             object.__setattr__(self, "json_schema", json.dumps(self.json_schema))
         if self.choice is not None:
-            object.__setattr__(self, "choice", tuple(self.choice))
+            object.__setattr__(self, "choice", tuple(_texts(self.choice)))
 
     @property
     def forms(self) -> tuple[str, ...]:
@@ -100,6 +105,10 @@ class Sampling:
     skip_special_tokens: bool | None = None
     scale: float | None = None
     """Multiplies the weight of every adapter of the request."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "stop", _texts(self.stop))
+        object.__setattr__(self, "bad_words", _texts(self.bad_words))
 
 
 @dataclass(frozen=True, slots=True)

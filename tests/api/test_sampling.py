@@ -45,6 +45,12 @@ def test_a_choice_is_kept_as_a_tuple_and_its_options_are_the_texts() -> None:
     assert hash(grammar) == hash(Grammar(choice=("yes", "no")))
 
 
+def test_a_text_where_several_may_be_given_is_one_of_them() -> None:
+    sampling = Sampling(stop="end", bad_words="no", grammar=Grammar(choice="yes"))
+    assert (sampling.stop, sampling.bad_words) == (("end",), ("no",))
+    assert sampling.grammar is not None and sampling.grammar.choice == ("yes",)
+
+
 def test_an_empty_text_is_a_form_and_two_forms_are_none() -> None:
     assert Grammar(regex="").form == "regex"
     assert Grammar(regex="a", choice=("a",)).form == ""
