@@ -137,6 +137,11 @@ class ModuleParts:
         is_copy = self.module.kind == LM_HEAD  # PEFT saves the head that it adapts, bias and all
         if part == BASE_BIAS and (is_copy or self.config.bias != "none"):
             return None
+        if part == BIAS and self.config.bias == "lora_only" and self.has_lora:
+            return (
+                "is named as PEFT before 0.7 named it, and newer ones ignore it; set bias to "
+                '"all" in adapter_config.json to use it, or remove it'
+            )
         return f'is a trained bias, but bias is "{self.config.bias}"; correct adapter_config.json'
 
     def check_shapes(self, rank: int, findings: Findings) -> None:

@@ -152,3 +152,18 @@ def test_biases_that_were_trained_but_not_saved_are_noted(tmp_path: Path) -> Non
     save_file({name: t for name, t in tensors.items() if not name.endswith(".bias")}, path)
     (warning,) = check(tmp_path, geometry).warnings
     assert warning.field == "adapter_config.json:bias"
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_bias_that_newer_versions_ignore_is_refused_with_the_way_to_use_it(
+    tmp_path: Path,
+) -> None:
+    geometry = write("qwen2", "bias-lora-only", tmp_path)
+    path = tmp_path / "adapter" / "adapter_model.safetensors"
+    tensors = load_file(path)
+    save_file({name.replace(".base_layer.bias", ".bias"): t for name, t in tensors.items()}, path)
+    with pytest.raises(InvalidAdapter, match='set bias to "all"'):
+        check(tmp_path, geometry)
+    config = tmp_path / "adapter" / "adapter_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"bias": "all"}))
+    assert [m.name for m in check(tmp_path, geometry).modules if m.bias]
