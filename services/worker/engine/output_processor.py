@@ -45,7 +45,7 @@ class OutputProcessor:
         """Append what was sampled. Mutates the requests, and removes those that end. Requests that
         have ended since the step was launched get nothing more."""
         outputs: list[TokenOutput] = []
-        runs, verified = self._scheduler.runs, self._scheduler.drafts.verified
+        runs, drafts = self._scheduler.runs, self._scheduler.drafts
         num_contexts = plan.num_contexts
         for index, (row, sampled) in enumerate(zip(plan.rows, rows, strict=True)):
             request = row.request
@@ -56,7 +56,8 @@ class OutputProcessor:
                 self._add_up(row, sampled)
             if row.needs_logits:
                 if self._follow(request, sampled, now):
-                    verified(row, sampled, now)
+                    if drafts.are_on:
+                        drafts.verified(row, sampled, now)
                     outputs.append(self._append(row, sampled, now))
             elif experts := self._take_experts(row, sampled, 0):
                 position = len(request.output_ids)

@@ -24,10 +24,10 @@ class PooledRows:
     values: Tensor
     """float32, flat."""
     lengths: tuple[int, ...]
-    """Length of each planned row's vector; 0 = it has none."""
+    """Length of each row's vector; 0 = it has none."""
 
     def read(self) -> Iterator[tuple[float, ...]]:
-        """The vector of each planned row. The copy must have ended."""
+        """The vector of each row. The copy must have ended."""
         flat = self.values.tolist()
         begin = 0
         for length in self.lengths:
@@ -42,6 +42,7 @@ def pool(
     part of a prompt the sum of its hidden states where their mean is wanted. None without any.
 
     Args:
+        rows: the contexts of a step, with which its token rows begin.
         hidden: `[T, H]`.
     """
     vectors: list[Tensor | None] = [None] * len(rows)

@@ -80,19 +80,19 @@ class StepInputs:
 
 
 def _reads_prompt(request: Request) -> bool:
-    """Whether more is read of its prompt than the last hidden state, such as its experts."""
-    reads_logprobs = request.sampling.prompt_logprobs is not None
-    return reads_logprobs or request.pooling is Pooling.MEAN or request.routed_from is not None
+    """Whether more is read of its prompt than the last hidden state."""
+    return request.sampling.prompt_logprobs is not None or request.pooling is Pooling.MEAN
 
 
 def _read_rows(plan: StepPlan, counts: Sequence[int]) -> Int64s | None:
     """See `StepInputs.read_rows`: the last of each planned row, and those that drafts are compared
     with."""
-    if plan.num_contexts == 0 or any(_reads_prompt(row.request) for row in plan.rows):
+    contexts = plan.contexts
+    if not contexts or plan.notes_experts or any(_reads_prompt(row.request) for row in contexts):
         return None
     ends = np.cumsum(counts, dtype=np.int64)
     found = ends - 1
-    if any(row.drafts for row in plan.rows):
+    if any(row.drafts for row in contexts):
         spans = [
             np.arange(end - 1 - len(row.drafts), end)
             for end, row in zip(ends.tolist(), plan.rows, strict=True)

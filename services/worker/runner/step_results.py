@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from loraplex.api.output import TokenLogprob
 from loraplex_services.worker.model.decoder import Decoder
 from loraplex_services.worker.ops.lora.worklist import LoraBatch
 from loraplex_services.worker.runner.parallel.shared_head import LeadingHead
@@ -57,18 +58,18 @@ class StepResults:
         if self.end is not None:
             self.end.synchronize()
         token_ids, logprobs = self.choices.read()
-        rows = self.plan.rows
-        if self.plan.num_contexts == 0 and len(token_ids) == len(rows):
-            out = [SampledRow(token_id) for token_id in token_ids]
-            for index, entry in logprobs.items():
-                out[index].logprobs = entry
-        else:
-            chosen = (Sampled(each, logprobs.get(i)) for i, each in enumerate(token_ids))
-            out = [_sampled(row, chosen) for row in rows]
+        contexts, generations = self.plan.contexts, self.plan.generations
+        chosen = iter(enumerate(token_ids))
+        out = [_sampled(row, chosen, logprobs) for row in contexts]
+        rest = [SampledRow(token_id, logprobs.get(i)) for i, token_id in chosen]
+        if len(rest) < len(generations):  # some have only computed a position
+            found = iter(rest)
+            rest = [next(found) if row.chooses else SampledRow() for row in generations]
+        out += rest
         for sampled, parts in zip(out, self.scores, strict=False):
             sampled.prompt_logprobs = tuple(entry for part in parts for entry in part.read())
         if self.pooled is not None:
-            for sampled, vector in zip(out, self.pooled.read(), strict=True):
+            for sampled, vector in zip(out, self.pooled.read(), strict=False):
                 sampled.pooled = vector
         for index, proposal in self.proposals.items():
             out[index].proposal = proposal
@@ -117,24 +118,26 @@ def choose(
     def best_of(token_rows: Tensor) -> Tensor | None:
         return model.best_tokens(*select_rows(hidden, lora, token_rows))
 
-    rows = step.plan.rows
-    tokens = next_tokens(rows, before)
+    tokens = next_tokens(step.plan.rows, before)
+    contexts = step.plan.contexts
     last_rows = np.cumsum(step.num_tokens) - 1
-    if step.plan.num_contexts or len(tokens) < len(rows):
-        spans = [
-            range(last - len(row.drafts), last + 1)
-            for row, last in zip(rows, last_rows.tolist(), strict=True)
-            if row.chooses
-        ]
-        last_rows = np.array(list(chain.from_iterable(spans)), dtype=np.int64)
-    scores = _score_prompts(rows[: step.plan.num_contexts], logits_of)
-    token_rows = torch.from_numpy(last_rows)
+    spans = [
+        range(last - len(row.drafts), last + 1)
+        for row, last in zip(contexts, last_rows.tolist(), strict=False)
+        if row.chooses
+    ]
+    of_contexts = np.array(list(chain.from_iterable(spans)), dtype=np.int64)
+    others = last_rows[len(contexts) :]
+    if len(of_contexts) + len(others) > len(tokens):
+        others = others[[row.chooses for row in step.plan.generations]]
+    scores = _score_prompts(contexts, logits_of)
+    token_rows = torch.from_numpy(np.concatenate((of_contexts, others)))
     if shared is None:
         best = best_of if model.finds_best else None
         choices = sample(token_rows, tokens, logits_of, eos_ids, draws, best)
     else:
         choices = shared.choose(token_rows, tokens, hidden, lora, logits_of, eos_ids)
-    pooled = pool(rows, hidden, lora, model.scores) if step.plan.num_contexts else None
+    pooled = pool(contexts, hidden, lora, model.scores)
     end = None
     if hidden.is_cuda:
         end = torch.cuda.Event()
@@ -142,12 +145,15 @@ def choose(
     return StepResults(step.plan, choices, scores, pooled, end, experts=experts)
 
 
-def _sampled(row: PlannedRow, chosen: Iterator[Sampled]) -> SampledRow:
+def _sampled(
+    row: PlannedRow, chosen: Iterator[tuple[int, int | None]], logprobs: Mapping[int, TokenLogprob]
+) -> SampledRow:
     """The tokens of a row, which are the next of those `chosen`: the first, and that after each
     draft as long as drafts equal the tokens chosen before them."""
     if not row.chooses:
         return SampledRow()
-    first, *others = islice(chosen, 1 + len(row.drafts))
+    own = islice(chosen, 1 + len(row.drafts))
+    first, *others = (Sampled(token_id, logprobs.get(i)) for i, token_id in own)
     sampled = SampledRow(first.token_id, first.logprobs)
     if others:
         num_right = row.num_right([each.token_id for each in (first, *others)])

@@ -75,6 +75,7 @@ class Drafts:
         another generated."""
         self._num_drafted = 0
         self._num_accepted = 0
+        self.are_on = limits.drafts
 
     def added(
         self, rows: list[PlannedRow], now: float, most_of_tenant: float = math.inf
@@ -85,7 +86,7 @@ class Drafts:
         Args:
             most_of_tenant: tokens of one tenant beyond which its requests draft none.
         """
-        if not self._limits.drafts:
+        if not self.are_on:
             return rows
         num_rows = sum(row.num_tokens for row in rows)
         head_least = self._least_of_head(num_rows)
@@ -125,7 +126,7 @@ class Drafts:
 
     def ended(self, request: Request) -> None:
         """Keep the output for other requests of the same tenant, cache salt and adapters."""
-        if self._limits.drafts and request.output_ids:
+        if self.are_on and request.output_ids:
             outputs = self._kept_outputs(request).tokens
             outputs.add(request.prompt_ids[-NUM_MATCHED:] + request.output_ids)
             outputs.keep_last(MAX_KEPT_TOKENS)

@@ -82,17 +82,26 @@ class StepPlan:
         """Number of rows in the context phase, which come first."""
         return sum(1 for _ in itertools.takewhile(lambda row: row.is_context, self.rows))
 
+    @property
+    def contexts(self) -> Sequence[PlannedRow]:
+        """Rows in the context phase."""
+        return self.rows[: self.num_contexts]
+
+    @property
+    def generations(self) -> Sequence[PlannedRow]:
+        """The other rows."""
+        return self.rows[self.num_contexts :]
+
     @cached_property
     def num_context_tokens(self) -> int:
         """Number of positions of the rows in the context phase."""
-        return sum(row.num_tokens for row in self.rows[: self.num_contexts])
+        return sum(row.num_tokens for row in self.contexts)
 
     @cached_property
     def num_prompt_tokens(self) -> int:
         """Number of positions of tokens that were known before, except the last one of each
         request."""
-        contexts = self.rows[: self.num_contexts]
-        return sum(row.num_tokens for row in contexts if not row.drafts)
+        return sum(row.num_tokens for row in self.contexts if not row.drafts)
 
     @cached_property
     def num_tokens(self) -> int:
