@@ -32,6 +32,8 @@ PARSERS = {
     "loraplex up": up.make_parser,
     "loraplex simulate": simulate.make_parser,
 }
+MOST_CHARACTERS = 800
+"""Of a row of docs/experiments.md."""
 
 
 @pytest.fixture(params=DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
@@ -144,6 +146,14 @@ def test_every_decision_is_in_the_index() -> None:
     for record in records:
         title = record.read_text().partition("\n")[0].partition(". ")[2]
         assert f"[{title}]({record.name})" in index
+
+
+def test_no_row_of_the_experiments_runs_on() -> None:
+    """A reader takes in a question, two or three sentences with figures, and a verdict."""
+    page = (ROOT / "docs" / "experiments.md").read_text()
+    rows = [row for row in page.splitlines() if row.startswith("| 20")]
+    assert rows
+    assert [row[:100] for row in rows if len(row) > MOST_CHARACTERS] == []
 
 
 def test_the_tests_behind_expectations_exist() -> None:
