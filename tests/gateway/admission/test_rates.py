@@ -26,8 +26,9 @@ from tests.servers import running_metadata
 RATE = 50.0
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def metadata() -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+    """A server of each test's own, since one of them kills it."""
     with running_metadata() as running:
         yield running
 
