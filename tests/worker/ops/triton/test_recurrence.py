@@ -25,7 +25,7 @@ MANY = {"lengths": (1, 3, 64, 65, 300), "counts": (1, 7, 64, 100, 300)}
     ("name", "dtype"), [("odd", torch.float32), ("one-head", torch.bfloat16)], ids=str
 )
 def test_spans_of_mixed_steps_equal_the_reference(name, dtype, device):
-    check_mixed_steps(TritonDeltaNet, CONFIGS[name], 1, dtype=dtype, device=device, **FEW)
+    check_mixed_steps(TritonDeltaNet, CONFIGS[name], 5, dtype=dtype, device=device, **FEW)
 
 
 @pytest.mark.long
