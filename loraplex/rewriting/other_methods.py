@@ -95,6 +95,7 @@ def to_lora(
             "base_model_name_or_path": config.get("base_model_name_or_path"),
             "target_modules": sorted(ranks),
             **scaled_by_one(ranks),
+            "lora_bias": found["lora_bias"],
             **conversion(method, relative_error=error),
         }
         write_files(partial, written, read_tensors(partial / TENSOR_FILE), dtype or "F32")

@@ -2,7 +2,8 @@
 
     python -m loraplex.rewriting.other_methods_process ADAPTER BASE OUT.safetensors MAX_RANK
 
-Prints one JSON object: the rank of each module, and the largest relative error of a module.
+Prints one JSON object: the rank of each module, the largest relative error of a module, and whether
+modules have biases of lora_B.
 """
 
 from __future__ import annotations
@@ -30,7 +31,10 @@ WRAPPED_PART = "language_model."
 """A part of the names of a multimodal base's text modules only."""
 NEGLIGIBLE = 3e-6
 """Relative norm below which singular values of a module are dropped as rounding errors."""
-_CHUNK_ROWS = 1024
+LARGEST_DEVIATION = 1e-4
+"""Of what a layer adds for random inputs from an update and a bias, relative to its norm. Rounding
+errors are below; a method that is not linear is far above."""
+_CHUNK_ROWS, _NUM_PROBES = 1024, 8
 
 
 def main() -> None:
@@ -39,19 +43,25 @@ def main() -> None:
     warnings.simplefilter("ignore")
     transformers.utils.logging.disable_progress_bar()
     model = _load(folder, base)
+    config = model.peft_config["default"]
     tensors: dict[str, Tensor] = {}
     ranks: dict[str, int] = {}
+    biases: dict[str, Tensor] = {}
     worst = 0.0
     for name, layer in model.named_modules():
         if not isinstance(layer, BaseTunerLayer):
             continue
-        original = _added(layer)
+        try:
+            original, biases[f"{name}.lora_B.bias"] = _added(layer, config)
+        except (RuntimeError, ValueError, TypeError) as error:  # Poly needs the id of a task.
+            _refuse("peft_type", config.peft_type.value, f"cannot be computed: {str(error)[:200]}")
         a, b = _converted(layer, original, int(max_rank))
         ranks[name.removeprefix("base_model.model.")] = a.shape[0]
         tensors[f"{name}.lora_A.weight"], tensors[f"{name}.lora_B.weight"] = a, b
         worst = max(worst, _relative_error(original, a, b))
-    save_file(tensors, out)
-    print("\n" + json.dumps({"ranks": ranks, "relative_error": worst}))
+    has_bias = any(bias.any() for bias in biases.values())
+    save_file(tensors | biases if has_bias else tensors, out)
+    print("\n" + json.dumps({"ranks": ranks, "relative_error": worst, "lora_bias": has_bias}))
 
 
 def _load(folder: Path, base: Path) -> Any:
@@ -111,15 +121,27 @@ def _converted(layer: Any, original: Tensor, max_rank: int) -> tuple[Tensor, Ten
 
 
 @torch.no_grad()
-def _added(layer: Any) -> Tensor:
-    """The update of a layer as `[out, in]` float64: what it adds to the base's output for each unit
-    vector."""
-    weight = layer.get_base_layer().weight
-    units = torch.eye(weight.shape[1], dtype=torch.float64)
+def _added(layer: Any, config: peft.PeftConfig) -> tuple[Tensor, Tensor]:
+    """What a layer adds to the base's output: an update `[out, in]` float64 of its input, found
+    with unit vectors, and a bias `[out]` float32, found with zeros. Refuses what is neither."""
+    num_inputs = layer.get_base_layer().weight.shape[1]
+    units = torch.eye(num_inputs, dtype=torch.float64)
+    generator = torch.Generator().manual_seed(0)
+    probes = torch.randn(_NUM_PROBES, num_inputs, dtype=torch.float64, generator=generator)
     exact = layer.double()
-    chunks = [exact(rows) - exact.get_base_layer()(rows) for rows in units.split(_CHUNK_ROWS)]
+
+    def added(rows: Tensor) -> Tensor:
+        difference: Tensor = exact(rows) - exact.get_base_layer()(rows)
+        return difference
+
+    bias = added(torch.zeros_like(probes[:1]))[0]
+    update = torch.cat([added(rows) - bias for rows in units.split(_CHUNK_ROWS)]).T
+    found = added(probes)
     layer.float()
-    return torch.cat(chunks).T
+    if (found - probes @ update.T - bias).norm() > LARGEST_DEVIATION * found.norm():
+        why = "is not linear in the inputs of a module, so no LoRA is equivalent to it"
+        _refuse("peft_type", config.peft_type.value, why)
+    return update, bias.float()
 
 
 def _relative_error(original: Tensor, a: Tensor, b: Tensor) -> float:

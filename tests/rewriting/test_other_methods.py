@@ -39,6 +39,7 @@ METHODS: dict[str, peft.PeftConfig] = {
     "SHIRA": peft.ShiraConfig(r=4, target_modules=TARGETS),
     "OFT": peft.OFTConfig(r=0, oft_block_size=4, target_modules=TARGETS),
     "IA3": peft.IA3Config(target_modules=["q_proj"], feedforward_modules=[]),
+    "BEFT": peft.BeftConfig(target_modules=TARGETS),
 }
 RANKS = {"LOHA": 9, "MISS": 4, "VERA": 4, "DELORA": 4}
 """Of methods whose weights have a rank of their own."""
@@ -126,6 +127,29 @@ def test_names_of_the_text_model_alone_fit_a_multimodal_base_and_others_are_refu
     violation = json.loads(capsys.readouterr().err.splitlines()[-1])
     assert violation["field"] == "adapter_config.json:peft_type"
     assert "layers.0.mlp.down_proj" in violation["description"]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_scaled_bias_of_the_base_becomes_a_bias_of_the_lora(tmp_path: Path) -> None:
+    adapted = peft.get_peft_model(models.build("qwen2"), METHODS["IA3"])
+    layer = adapted.base_model.model.model.layers[0].self_attn.q_proj
+    for tensor in (layer.ia3_l["default"], layer.get_base_layer().bias):
+        torch.nn.init.normal_(tensor)
+    update, bias = other_methods_process._added(layer, METHODS["IA3"])
+    x = torch.randn(3, update.shape[1])
+    expected = layer(x) - layer.get_base_layer()(x)
+    torch.testing.assert_close(x @ update.float().T + bias, expected)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_method_that_is_not_linear_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    config = METHODS["IA3"]
+    layer = peft.get_peft_model(models.build("llama"), config).base_model.model.model.layers[0]
+    module = layer.self_attn.q_proj
+    module.register_forward_hook(lambda _, inputs, output: output + 0.1 * inputs[0].tanh().sum())
+    with pytest.raises(SystemExit):
+        other_methods_process._added(module, config)
+    assert "not linear" in json.loads(capsys.readouterr().err.splitlines()[-1])["description"]
 
 
 # Each case starts a process that imports torch, transformers and PEFT.
