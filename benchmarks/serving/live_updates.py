@@ -133,10 +133,10 @@ async def drive(
         seen = [await trainer.publish(registry)]
         neighbour = Neighbour(grpc, others)
         await neighbour.begin()
-        tasks = [
-            asyncio.create_task(_client(gateway, tally, done, answers, index))
-            for index in range(clients)
-        ]
+        running = (_client(gateway, tally, done, answers, index) for index in range(clients))
+        tasks = [asyncio.create_task(each) for each in running]
+        while tally.requests + tally.failed < clients:  # or the updates might be over before
+            await asyncio.sleep(0.01)
         times_s = [time.perf_counter()]
         await asyncio.sleep(still_s)
         times_s.append(time.perf_counter())
