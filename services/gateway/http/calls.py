@@ -11,7 +11,11 @@ from loraplex.api.request import AskedAdapter, ChatPrompt, Prompt, UpdatePolicy
 from loraplex.api.sampling import Grammar, Sampling
 from loraplex.errors import InvalidRequest, Unsupported
 from loraplex_services.common.callers import Caller
-from loraplex_services.common.limits import MAX_SEQUENCES_PER_REQUEST
+from loraplex_services.common.limits import (
+    MAX_SEQUENCES_PER_REQUEST,
+    MAX_SPLIT_KEY_CHARS,
+    check_chars,
+)
 from loraplex_services.gateway.http.body import Body, bad_type
 from loraplex_services.gateway.http.guided import read_grammar
 from loraplex_services.gateway.http.prompts import (
@@ -29,6 +33,7 @@ COMPLETION_FIELDS = {"scale": "lora_scale"}
 NO_ROUTING = RoutingAsked()
 CHAT_FIELDS = {"scale": "lora_scale", "prompt": "messages", "logprobs": "top_logprobs"}
 """Names that callers use for our fields."""
+_SPLIT_KEY = "x-loraplex-split-key"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +57,7 @@ def origin_of(request: Request, caller: Caller) -> Origin:
         request_id=request.state.request_id,
         tenant=caller.tenant,
         runs_all=runs_all_adapters(caller),
-        split_key=request.headers.get("x-loraplex-split-key", ""),
+        split_key=request.headers.get(_SPLIT_KEY, ""),
         trace=request.headers.get("traceparent", ""),
         priority=getattr(request.state, "priority", None),
     )
@@ -309,8 +314,10 @@ def _stream_options(body: Body | None, stream: bool) -> tuple[bool, bool]:
 
 
 def split_key_of(fields: dict[str, Any], origin: Origin, prompt: Prompt) -> str:
-    """The header, else prompt_cache_key or user, else a hash of the start of the conversation."""
-    for value in (origin.split_key, fields.get("prompt_cache_key"), fields.get("user")):
+    """The header, else prompt_cache_key or user, else a hash of the start of the conversation.
+    Raises: InvalidRequest for a long one, naming what the caller sent."""
+    given = ((name, fields.get(name)) for name in ("prompt_cache_key", "user"))
+    for name, value in ((_SPLIT_KEY, origin.split_key), *given):
         if isinstance(value, str) and value:
-            return value
+            return check_chars(name, value, MAX_SPLIT_KEY_CHARS)
     return beginning_hash(prompt)

@@ -316,6 +316,15 @@ async def test_serving_goes_on_without_the_registry(stack: Stack) -> None:
     assert _error(body)["code"] == "registry_unavailable"
 
 
+@pytest.mark.parametrize("name", ["user", "prompt_cache_key"])
+async def test_a_split_key_that_is_too_long_is_named_as_it_was_sent(
+    stack: Stack, name: str
+) -> None:
+    await stack.start()
+    status, _, body = await _send(stack, body=BODY | {name: 1025 * "x"})
+    assert (status, _error(body)["param"]) == (400, name)
+
+
 async def test_split_key_header_chooses_the_side(stack: Stack) -> None:
     stack.registry.put("upper", 1)
     stack.registry.put("upper", 2)
