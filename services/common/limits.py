@@ -63,6 +63,8 @@ METHODS: Mapping[str, MethodLimits] = {
     _REGISTRY + "ListAdapters": MethodLimits(num_calls=10),
     _REGISTRY + "ListAudit": MethodLimits(num_calls=10),
     _REGISTRY + "ListUsage": MethodLimits(num_calls=20),
+    # The record of a key is never removed, and lists look through those of all tenants.
+    _REGISTRY + "CreateKey": MethodLimits(num_calls=20),
     # 5,000 counts, some of eight adapters together, and the names of 5,000 ephemeral adapters. A
     # gateway sends a report until it is accepted, and no other one before.
     _REGISTRY + "RecordUsage": MethodLimits(max_message_bytes=9 * MIB, num_calls=1),
