@@ -14,7 +14,7 @@ from typing import Protocol, runtime_checkable
 import torch.nn.functional as F
 from torch import Tensor
 
-from loraplex_services.worker.ops.linear.torch import BaseLinear, keeps_float32
+from loraplex_services.worker.ops.linear.torch import BaseLinear, JoinedGate, keeps_float32
 from loraplex_services.worker.ops.lora import torch as portable
 from loraplex_services.worker.ops.lora.worklist import LoraBatch
 
@@ -25,6 +25,18 @@ class JoinedUpdate(Protocol):
 
     def product(self, base: BaseLinear, x: Tensor, site_id: int, lora: LoraBatch) -> Tensor:
         """`[T, in]` -> fresh `[T, out]`: the base product with the update."""
+        ...
+
+
+@runtime_checkable
+class GatedUpdate(Protocol):
+    """A low-rank update that may be computed together with the gates of its outputs."""
+
+    def add_gated(
+        self, base: BaseLinear, x: Tensor, site_id: int, lora: LoraBatch
+    ) -> Tensor | None:
+        """`[T, in]` -> fresh `[T, width]`: `JoinedGate.gated` with the update; None = it must be
+        computed in steps."""
         ...
 
 
@@ -51,6 +63,19 @@ class LoraLinear:
         self._add_lora = add_lora
         self._sum_ranks = sum_ranks
         self._joined = add_lora if isinstance(add_lora, JoinedUpdate) else None
+        self._gated = add_lora if isinstance(add_lora, GatedUpdate) else None
+        self._gates = base.gated if isinstance(base, JoinedGate) and bias is None else None
+
+    def gated(self, x: Tensor, lora: LoraBatch) -> Tensor | None:
+        """Stacked gates and outputs that they multiply: `[T, in]` -> fresh `[T, width]`. None = the
+        gates must be applied to the result of `forward`."""
+        if self._gates is None:
+            return None
+        if not lora.runs:
+            return self._gates(x)
+        if self._gated is None:
+            return None
+        return self._gated.add_gated(self.base, x, self.site_id, lora)
 
     def forward(self, x: Tensor, lora: LoraBatch, num_outputs: int = 0) -> Tensor:
         """`[T, in]` -> `[T, out]`; `lora` holds the batch's row runs over the same T rows.

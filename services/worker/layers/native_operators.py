@@ -107,7 +107,7 @@ class NativeOperators(Operators):
 
     def add_lora(self) -> AddLora:
         """See Operators."""
-        return NativeLora(self.native).add_lora
+        return NativeLora(self.native)
 
     def add_lora_embedding(self) -> AddLora:
         """See Operators."""

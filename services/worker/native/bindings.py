@@ -157,6 +157,18 @@ class Native:
         rows = x, row_stride(x), x.shape[1], y, row_stride(y), y.shape[1], y.dtype
         self.call("add_lora", *rows, site_id, runs, len(runs))
 
+    def add_lora_gates(
+        self, operation: Operation, y: Tensor, x: Tensor, site_id: int, runs: Tensor
+    ) -> Tensor:
+        """The gates of bfloat16 outputs y `[T, 2 * width]` with their updates, all gates first:
+        fresh `[T, width]`, act(gates) * outputs, with the bits of `add_lora` and `elementwise`. y
+        is not mutated."""
+        assert x.dtype is torch.bfloat16 and y.dtype is torch.bfloat16, (x.dtype, y.dtype)
+        gated = torch.empty(len(y), y.shape[1] // 2, dtype=y.dtype)
+        rows = x, row_stride(x), x.shape[1], y, row_stride(y), y.shape[1], gated, len(y)
+        self.call("add_lora_gates", operation, *rows, site_id, runs, len(runs))
+        return gated
+
     def attend(
         self,
         q: Tensor,

@@ -38,6 +38,10 @@ LPX_EXPORT void lpx_linear_gates(int64_t operation, const void* x, int64_t ldx, 
 LPX_EXPORT void lpx_add_lora(const void* x, int64_t ldx, int64_t num_inputs, void* y, int64_t ldy,
                              int64_t num_outputs, int64_t activation_dtype, int64_t site,
                              const void* runs, int64_t num_runs);
+LPX_EXPORT void lpx_add_lora_gates(int64_t operation, const void* x, int64_t ldx, int64_t num_inputs,
+                                   const void* y, int64_t ldy, int64_t num_outputs, void* out,
+                                   int64_t num_rows, int64_t site, const void* runs,
+                                   int64_t num_runs);
 // experts.cpp
 LPX_EXPORT void lpx_choose_experts(const void* scores, int64_t lds, int64_t dtype, int64_t num_rows,
                                    int64_t num_experts, int64_t num_active, int64_t renormalise,

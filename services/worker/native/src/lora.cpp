@@ -38,6 +38,7 @@ void prefetch_outputs(const bf16* row, int64_t num_outputs) {
 
 // What a task reads first, or null.
 const Tile* first_tile(const Work& work, int64_t segment) {
+    if (work.segments[segment].count == 0) return nullptr;
     const Entry& entry = *work.used[work.segments[segment].first].entry;
     return entry.num_a + entry.num_b > 0 ? entry.a() : nullptr;
 }
@@ -144,32 +145,85 @@ void add_rows(const Segment& segment, const Use* used, In<float>& in, float* y, 
     add_window<float>(begin, end, shrunk, nullptr, y, ldy, in.num_rows, {0, num_outputs}, thread);
 }
 
-// bfloat16 rows are summed as floats and rounded once.
+// bfloat16 rows are summed as floats and rounded once. Gates and what they multiply are windows of their own, side
+// by side.
 template <template <class> class In>
 void add_rows(const Segment& segment, const Use* used, In<bf16>& in, bf16* y, int64_t ldy,
-              int64_t num_outputs, Thread& thread) {
+              int64_t num_outputs, Thread& thread, const Gates* gates = nullptr) {
     const Use *begin = used + segment.first, *end = begin + segment.count;
     const float* shrunk = shrink_all(begin, end, in, thread);
     bf16* const factors = narrow_all<bf16>(begin, end, in.num_rows, shrunk);
-    const int64_t width = window_of(begin, end, in.num_rows, num_outputs);
+    const int64_t num_parts = gates == nullptr ? 1 : 2, part = num_outputs / num_parts;
+    const int64_t width = window_of(begin, end, in.num_rows, num_outputs) / num_parts;
     // No power of two, at which lines of all rows would push each other out of the cache.
-    const int64_t stride = (ceil_div(width, kLanes) | 1) * kLanes;
+    const int64_t stride = (ceil_div(num_parts * width, kLanes) | 1) * kLanes;
     float* out = scratch(2, in.num_rows * stride);
-    for (int64_t first = 0; first < num_outputs; first += width) {
-        const Window window{first, smaller(first + width, num_outputs)};
-        const int64_t n = window.end - first;
-        for (int64_t row = 0; row < in.num_rows; ++row) {
-            const bf16* from = y + row * ldy + first;
-            widen(from, ldy, 1, n, out + row * stride);
-            prefetch_outputs(from + n, smaller(width, num_outputs - window.end));
+    const auto add = [&](float* to, const Window& window) {
+        add_window<bf16>(begin, end, shrunk, factors, to, stride, in.num_rows, window, thread);
+    };
+    for (int64_t first = 0; first < part; first += width) {
+        const int64_t n = smaller(width, part - first);
+        for (int64_t i = 0; i < num_parts; ++i) {
+            for (int64_t row = 0; row < in.num_rows; ++row) {
+                const bf16* from = y + row * ldy + i * part + first;
+                widen(from, ldy, 1, n, out + row * stride + i * width);
+                prefetch_outputs(from + n, smaller(width, part - first - n));
+            }
         }
-        add_window<bf16>(begin, end, shrunk, factors, out, stride, in.num_rows, window, thread);
+        if (width == part) {
+            add(out, {0, num_outputs});
+        } else {
+            for (int64_t i = 0; i < num_parts; ++i) {
+                add(out + i * width, {i * part + first, i * part + first + n});
+            }
+        }
+        if (gates != nullptr) {
+            bf16* to = gates->out + segment.begin * gates->ld + first;
+            const auto store = [&](auto activation) {
+                store_gated(activation, out, out + width, stride, in.num_rows, n, to, gates->ld);
+            };
+            if (gates->operation == kSilu) {
+                store([](Vec z) { return silu(z); });
+            } else {
+                store([](Vec z) { return gelu_tanh(z); });
+            }
+            continue;
+        }
         for (int64_t row = 0; row < in.num_rows; ++row) {
             for (int64_t c = 0; c < n; c += kLanes) {
                 store_n(y + row * ldy + first + c, load_n(out + row * stride + c, n - c), n - c);
             }
         }
     }
+}
+
+// A step's updates at a site: calls add(thread, segment, rows of x, rows of y) for each segment. Rows without
+// adapters have segments only below `num_all`.
+template <class T, class Add>
+void add_all(const T* x, int64_t ldx, int64_t num_inputs, T* y, int64_t ldy, int64_t num_outputs,
+             int64_t site, const void* runs, int64_t num_runs, int64_t num_all, const Add& add) {
+    static thread_local Work work;
+    list_uses(work, static_cast<const Run*>(runs), num_runs, site);
+    if (work.uses.empty() && num_all == 0) return;
+    cut(work, num_all);
+    divide(work);
+    const Work& plan = work;
+    const auto make = [] { return Thread(kMayTile<T>); };
+    const auto end_of = [&](int64_t share) { return plan.share_ends[share]; };
+    parallel_shares(plan.share_ends.size(), end_of, make, [&](Thread& thread, int64_t i) {
+        const Segment& segment = plan.segments[i];
+        const Tile* first = first_tile(plan, i);
+        if (first != thread.after) prefetch_all(beginning_of(first));
+        const bool is_last = i + 1 == end_of(segment.share);
+        thread.after = is_last ? nullptr : first_tile(plan, i + 1);
+        if (kHasUpdateTiles && !is_last) {
+            const Segment& next = plan.segments[i + 1];
+            prefetch_rows(x + next.begin * ldx, ldx, num_inputs, next);
+            prefetch_rows(y + next.begin * ldy, ldy, num_outputs, next);
+        }
+        Inputs<T> in(x + segment.begin * ldx, ldx, segment.end - segment.begin, num_inputs);
+        add(thread, segment, plan.used.data(), in, y + segment.begin * ldy);
+    });
 }
 
 }  // namespace
@@ -179,36 +233,32 @@ LPX_EXPORT void lpx_add_lora(const void* x, int64_t ldx, int64_t num_inputs, voi
                              int64_t num_outputs, int64_t activation_dtype, int64_t site,
                              const void* runs, int64_t num_runs) {
     using namespace lpx;
-    static thread_local Work work;
-    list_uses(work, static_cast<const Run*>(runs), num_runs, site);
-    if (work.uses.empty()) return;
-    cut(work);
-    divide(work);
-    const Work& plan = work;
     with_activation(activation_dtype, [&](auto t) {
         using T = decltype(t);
-        const auto make = [] { return Thread(kMayTile<T>); };
-        const auto end_of = [&](int64_t share) { return plan.share_ends[share]; };
-        parallel_shares(plan.share_ends.size(), end_of, make, [&](Thread& thread, int64_t i) {
-            const Segment& segment = plan.segments[i];
-            const Tile* first = first_tile(plan, i);
-            if (first != thread.after) prefetch_all(beginning_of(first));
-            const bool is_last = i + 1 == end_of(segment.share);
-            thread.after = is_last ? nullptr : first_tile(plan, i + 1);
-            if (kHasUpdateTiles && !is_last) {
-                const Segment& next = plan.segments[i + 1];
-                prefetch_rows(static_cast<const T*>(x) + next.begin * ldx, ldx, num_inputs, next);
-                prefetch_rows(static_cast<T*>(y) + next.begin * ldy, ldy, num_outputs, next);
-            }
-            Inputs<T> in(static_cast<const T*>(x) + segment.begin * ldx, ldx,
-                         segment.end - segment.begin, num_inputs);
-            add_rows(segment, plan.used.data(), in, static_cast<T*>(y) + segment.begin * ldy, ldy,
-                     num_outputs, thread);
-        });
+        add_all(static_cast<const T*>(x), ldx, num_inputs, static_cast<T*>(y), ldy, num_outputs,
+                site, runs, num_runs, 0,
+                [=](Thread& thread, const Segment& segment, const Use* used, Inputs<T>& in, T* out) {
+                    add_rows(segment, used, in, out, ldy, num_outputs, thread);
+                });
     });
 }
 
-// The same at the embedding for one run over all rows; `columns` are A's, float32 [rows, rank].
+// Updates of a site whose outputs in bfloat16 are gates and as many others that they multiply:
+// out[num_rows, num_outputs / 2] = activation(gates) * others. y has the base's outputs, and is not changed.
+LPX_EXPORT void lpx_add_lora_gates(int64_t operation, const void* x, int64_t ldx, int64_t num_inputs,
+                                   const void* y, int64_t ldy, int64_t num_outputs, void* out,
+                                   int64_t num_rows, int64_t site, const void* runs,
+                                   int64_t num_runs) {
+    using namespace lpx;
+    const Gates gates{operation, static_cast<bf16*>(out), num_outputs / 2};
+    add_all(static_cast<const bf16*>(x), ldx, num_inputs,
+            static_cast<bf16*>(const_cast<void*>(y)), ldy, num_outputs, site, runs, num_runs, num_rows,
+            [&](Thread& thread, const Segment& segment, const Use* used, Inputs<bf16>& in, bf16* own) {
+                add_rows(segment, used, in, own, ldy, num_outputs, thread, &gates);
+            });
+}
+
+// Updates at the embedding, for one run over all rows; `columns` are A's, float32 [rows, rank].
 LPX_EXPORT void lpx_add_lora_embedding(const void* columns, int64_t rank, void* y, int64_t ldy,
                                        int64_t num_outputs, int64_t activation_dtype, int64_t site,
                                        const void* only_run) {

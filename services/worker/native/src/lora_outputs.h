@@ -2,6 +2,7 @@
 #pragma once
 #include <algorithm>
 
+#include "activations.h"
 #include "kernels.h"
 #include "lora_pairs.h"
 #include "lora_segments.h"
@@ -179,6 +180,27 @@ void add_window(const Use* begin, const Use* end, const float* shrunk, bf16* fac
     for (const Use* use = begin; use < end; ++use) {
         each_output(use->entry->biases(), use->entry->num_biases, y, ldy, num_rows, window,
                     [](float& out, float bias) { out += bias; });
+    }
+}
+
+// Where act(gates) * others goes: rows of half as many outputs as a site has, which are gates and as many others
+// that they multiply. Null = outputs stay outputs.
+struct Gates {
+    int64_t operation;
+    bf16* out;
+    int64_t ld;
+};
+
+// Stores act(gates) * others for n outputs of each row, with the bits that `lpx_elementwise` gives.
+template <class Activation>
+void store_gated(const Activation& activation, const float* gates, const float* others, int64_t ldy,
+                 int64_t num_rows, int64_t n, bf16* out, int64_t ld) {
+    for (int64_t row = 0; row < num_rows; ++row, gates += ldy, others += ldy, out += ld) {
+        for (int64_t c = 0; c < n; c += kLanes) {
+            const Vec gate = rounded(load_n(gates + c, n - c), bf16());
+            const Vec other = rounded(load_n(others + c, n - c), bf16());
+            store_n(out + c, gated<bf16>(activation, gate, other), n - c);
+        }
     }
 }
 

@@ -89,13 +89,14 @@ inline int64_t task_rows(int64_t num_rows) {
     return smaller(kTaskRows, ceil_div(share, kMinTaskRows) * kMinTaskRows);
 }
 
-// Cuts at every begin and end of a run, in order, so each segment has one set of adapters.
-inline void cut(Work& work) {
+// Cuts at every begin and end of a run, in order, so each segment has one set of adapters. Rows without adapters
+// have segments only below `num_all`.
+inline void cut(Work& work, int64_t num_all) {
     work.used.clear();
     work.segments.clear();
     int64_t row = 0, num_rows = 0;
     for (const Use& use : work.uses) num_rows += use.end - use.begin;
-    const int64_t most = task_rows(num_rows);
+    const int64_t most = task_rows(std::max(num_rows, num_all));
     for (;;) {
         int64_t next = INT64_MAX;
         const int64_t first = static_cast<int64_t>(work.used.size());
@@ -107,9 +108,11 @@ inline void cut(Work& work) {
                 if (use.end < next) next = use.end;
             }
         }
-        if (next == INT64_MAX) return;
+        if (next == INT64_MAX) next = num_all;
+        if (next <= row) return;
         const int64_t count = static_cast<int64_t>(work.used.size()) - first;
-        for (int64_t begin = row; count > 0 && begin < next; begin += most) {
+        const bool is_kept = count > 0 || num_all > 0;
+        for (int64_t begin = row; is_kept && begin < next; begin += most) {
             work.segments.push_back({begin, smaller(begin + most, next), first, count, 0});
         }
         row = next;

@@ -52,6 +52,7 @@ constexpr Kernel kKernels[] = {
     describe<lpx_linear_tiles>("lpx_linear_tiles"),
     describe<lpx_linear_gates>("lpx_linear_gates"),
     describe<lpx_add_lora>("lpx_add_lora"),
+    describe<lpx_add_lora_gates>("lpx_add_lora_gates"),
     describe<lpx_choose_experts>("lpx_choose_experts"),
     describe<lpx_experts>("lpx_experts"),
     describe<lpx_attend>("lpx_attend"),

@@ -129,7 +129,7 @@ class GateLinear(BaseLinear):
         assert are_joined(len(weight), operation), (weight.shape, operation)
         self.out_features, self.in_features = weight.shape
         self._native = native
-        self._operation = operation
+        self.operation = operation
         groups = weight.view(2, -1, TILE_ROWS, self.in_features).transpose(0, 1)
         self._packed = native.pack_tiles(groups.reshape(weight.shape))
 
@@ -139,7 +139,7 @@ class GateLinear(BaseLinear):
 
     def gated(self, x: Tensor) -> Tensor:
         """See `JoinedGate`."""
-        return self._product(self._operation, x, self.out_features // 2)
+        return self._product(self.operation, x, self.out_features // 2)
 
     def _product(self, operation: Operation, x: Tensor, num_outputs: int) -> Tensor:
         y = torch.empty(len(x), num_outputs, dtype=x.dtype)

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 
 from loraplex_services.worker.native.bindings import Native, row_stride
+from loraplex_services.worker.ops.linear.cpu import GateLinear
+from loraplex_services.worker.ops.linear.torch import BaseLinear
 from loraplex_services.worker.ops.lora.cpu_records import pack_runs
 from loraplex_services.worker.ops.lora.tables import SiteDelta
 from loraplex_services.worker.ops.lora.torch import look_up, replace_looked_up
@@ -17,6 +19,19 @@ class NativeLora:
 
     def __init__(self, native: Native) -> None:
         self._native = native
+
+    def __call__(self, y: Tensor, x: Tensor, site_id: int, lora: LoraBatch) -> None:
+        """See `add_lora`."""
+        self.add_lora(y, x, site_id, lora)
+
+    def add_gated(
+        self, base: BaseLinear, x: Tensor, site_id: int, lora: LoraBatch
+    ) -> Tensor | None:
+        """See `GatedUpdate`."""
+        if not isinstance(base, GateLinear) or not lora.adds_only:
+            return None
+        rows = base.apply(x), x, site_id, lora.packed_runs
+        return self._native.add_lora_gates(base.operation, *rows)
 
     def add_lora(self, y: Tensor, x: Tensor, site_id: int, lora: LoraBatch) -> None:
         """See `torch.add_lora`; y and x float32 or bfloat16, tiles of any float dtype."""
