@@ -25,6 +25,7 @@ MANY = {"lengths": (1, 3, 64, 65, 300), "counts": (1, 7, 64, 100, 300)}
     ("name", "dtype"), [("odd", torch.float32), ("one-head", torch.bfloat16)], ids=str
 )
 def test_spans_of_mixed_steps_equal_the_reference(name, dtype, device):
+    """With this seed, a block of the arena holds the states of three heads."""
     check_mixed_steps(TritonDeltaNet, CONFIGS[name], 5, dtype=dtype, device=device, **FEW)
 
 
