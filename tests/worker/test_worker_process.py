@@ -348,10 +348,12 @@ async def test_a_server_with_a_token_serves_only_who_shows_it() -> None:
         assert not list(temporary.glob("loraplex-cache-*"))
 
 
-async def test_the_engine_does_not_outlive_its_api_server(worker: WorkerProcess) -> None:
-    """The last one, since it ends the worker of all the others."""
-    async with worker.connected():
-        engine = worker.engine()
-    code, _ = worker.stop(signal.SIGKILL)
-    assert code == -signal.SIGKILL
-    engine.wait(timeout=30)
+async def test_the_engine_does_not_outlive_its_api_server() -> None:
+    with worker_folder() as fresh:
+        await publish_adapters(fresh, ["one"])
+        fresh.start()
+        async with fresh.connected():
+            engine = fresh.engine()
+        code, _ = fresh.stop(signal.SIGKILL)
+        assert code == -signal.SIGKILL
+        engine.wait(timeout=30)
