@@ -6,9 +6,9 @@
 // bytes. bfloat16 pairs lanes (low half of word i = output i, high half = output kLanes + i), so one
 // shift and one mask widen a whole panel row.
 //
-// A task is up to 16 blocks of rows and a few panels. With 16 lanes, its loops are blocks of 12 rows, panels
-// (several at a time for one to three rows), and k. With 8 lanes and more than one block of 6 rows, they are
-// panels, chunks of k that stay in the first-level cache when they are widened, blocks, and k.
+// A task is up to 96 or 192 rows and a few panels. For few rows, its loops are blocks of up to 6 or 12 rows,
+// panels (several at a time for one to three rows), and k. For more, they are panels (two at a time with 16
+// lanes), chunks of k that stay in the first-level cache when they are widened, blocks of 6 rows, and k.
 //
 // Every output is summed in the order of k in one accumulator, whatever the number of rows: a row's
 // result does not depend on its neighbours.
@@ -22,19 +22,23 @@ namespace lpx {
 namespace {
 
 constexpr int kPanel = 2 * kLanes;
-constexpr int kMaxRows = kLanes == 16 ? 12 : 6;
-// Whether the first block of rows keeps the weights that it widens, for the others. With 16 lanes, weights
-// have so many multiplications that this costs more than it saves.
-constexpr bool kKeepsWidened = kLanes == 8;
-constexpr int kMinRows = 4;  // whose additions do not wait for each other
+constexpr int kMaxRows = kLanes == 16 ? 12 : 6;  // of a block whose weights are widened for it alone
+// Rows and panels of a block whose weights other blocks use as well. With 16 lanes, six rows of two panels
+// load less for each multiplication than twelve rows of one.
+constexpr int kBlockRows = 6;
+constexpr int kBlockPanels = kLanes == 16 ? 2 : 1;
+// Fewest rows of a block in registers, so that its additions do not wait for each other.
+constexpr int kMinRows = kLanes == 16 ? 2 : 4;
+// Most rows of a product that widens weights for each block.
+constexpr int64_t kFewRows = kLanes == 16 ? 24 : kMaxRows;
 // Outputs and rows of one task: enough to outweigh claiming it, few enough for all threads to have one.
 constexpr int64_t kTaskPanels = 4;
 constexpr int64_t kTaskRows = 16 * kMaxRows;
 // Panels of one task where all rows are in one: each is still in the first-level cache for the next rows.
 constexpr int64_t kFewPanels = 2;
 constexpr int64_t kWidenedRows = 64;  // of one task
-// Most inputs of a chunk, whose weights stay in the first-level cache as floats: 20 KB.
-constexpr int64_t kChunkInputs = 5120 / kPanel;
+// Most inputs of a chunk, whose weights (20 or 24 KB as floats) stay in the first-level cache for all rows.
+constexpr int64_t kChunkInputs = kLanes == 16 ? 96 : 320;
 constexpr int64_t kLineInputs = 16;  // of a cache line
 // How far ahead of its use a panel is prefetched, unless it is read in chunks: the hardware's prefetchers
 // alone reach less than half of the bandwidth alongside this many other instructions.
@@ -85,19 +89,28 @@ void store_sums(const Product& g, const float* sums, int64_t stride, int64_t row
     });
 }
 
-// Adds n inputs of R rows times P panels, `stride` items apart, to sums[R][P * kPanel], or begins them. Calls
-// before(k) for each line of inputs, and meanwhile(k, from, low, high) for each pair of vectors of weights.
+// Adds n inputs of R rows times P panels, `stride` items apart, to sums[R][P * kPanel], or to zeros if that
+// is null, and writes them to `to`, whose rows are ld floats apart. Calls before(k) for each line of inputs,
+// and meanwhile(k, p, from, low, high) for each pair of vectors of weights.
 template <int R, int P, class W, class Before, class F>
 void multiply_block(const float* x, int64_t ldx, const W* weights, int64_t stride, int64_t n,
-                    bool continues, float* sums, const Before& before, const F& meanwhile) {
+                    const float* sums, float* to, int64_t ld, const Before& before,
+                    const F& meanwhile) {
     Vec totals[R][P][2];
+    if (sums == nullptr) {
 #pragma GCC unroll 12
-    for (int r = 0; r < R; ++r) {
+        for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 4
-        for (int p = 0; p < P; ++p) {
-            const float* from = sums + (r * P + p) * kPanel;
-            totals[r][p][0] = continues ? load(from) : zero();
-            totals[r][p][1] = continues ? load(from + kLanes) : zero();
+            for (int p = 0; p < P; ++p) totals[r][p][0] = totals[r][p][1] = zero();
+        }
+    } else {
+#pragma GCC unroll 12
+        for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 4
+            for (int p = 0; p < P; ++p) {
+                totals[r][p][0] = load(sums + (r * P + p) * kPanel);
+                totals[r][p][1] = load(sums + (r * P + p) * kPanel + kLanes);
+            }
         }
     }
     for (int64_t begin = 0; begin < n; begin += kLineInputs) {
@@ -110,7 +123,7 @@ void multiply_block(const float* x, int64_t ldx, const W* weights, int64_t strid
                 Vec low, high;
                 const W* from = weights + p * stride + k * kPanel;
                 load_pair(from, low, high);
-                meanwhile(k, from, low, high);
+                meanwhile(k, p, from, low, high);
 #pragma GCC unroll 12
                 for (int r = 0; r < R; ++r) {
                     const Vec input = set1(x[r * ldx + k]);
@@ -124,15 +137,14 @@ void multiply_block(const float* x, int64_t ldx, const W* weights, int64_t strid
     for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 4
         for (int p = 0; p < P; ++p) {
-            float* to = sums + (r * P + p) * kPanel;
-            store(to, totals[r][p][0]);
-            store(to + kLanes, totals[r][p][1]);
+            store(to + r * ld + p * kPanel, totals[r][p][0]);
+            store(to + r * ld + p * kPanel + kLanes, totals[r][p][1]);
         }
     }
 }
 
-// Calls f(integral_constant<n>) for 1 <= n <= kMaxRows.
-template <int R = kMaxRows, class F>
+// Calls f(integral_constant<n>) for 1 <= n <= R.
+template <int R, class F>
 void with_rows(int64_t n, const F& f) {
     if constexpr (R > 1) {
         if (n < R) return with_rows<R - 1>(n, f);
@@ -147,14 +159,15 @@ void multiply_rows(const Product& g, const W* packed, int64_t row, int64_t begin
     // allow.
     constexpr int P = R == 1 ? 4 : R == 2 || (R == 3 && kLanes == 16) ? 2 : 1;
     const int64_t stride = kPanel * g.num_inputs;
-    const auto prefetch = [](int64_t, const W* from, Vec, Vec) {
+    const auto prefetch = [](int64_t, int, const W* from, Vec, Vec) {
         __builtin_prefetch(from + kAheadBytes / sizeof(W), 0, 3);
     };
     const auto multiply = [&](auto panels, int64_t panel) {
         constexpr int kCount = panels.value;
         alignas(64) float sums[R * kCount * kPanel];
         multiply_block<R, kCount>(g.x + row * g.ldx, g.ldx, packed + panel * stride, stride,
-                                  g.num_inputs, false, sums, [](int64_t) {}, prefetch);
+                                  g.num_inputs, nullptr, sums, kCount * kPanel, [](int64_t) {},
+                                  prefetch);
         for (int p = 0; p < kCount; ++p) {
             store_sums(g, sums + p * kPanel, kCount * kPanel, row, R, panel + p);
         }
@@ -166,50 +179,92 @@ void multiply_rows(const Product& g, const W* packed, int64_t row, int64_t begin
 
 // Rows of the next block, of which num_left are left: a last block of few rows would wait for its additions.
 inline int64_t rows_of(int64_t num_left) {
-    const bool is_rest_small = num_left > kMaxRows && num_left < kMaxRows + kMinRows;
-    return is_rest_small ? num_left - kMinRows : smaller(num_left, kMaxRows);
+    const bool is_rest_small = num_left > kBlockRows && num_left < kBlockRows + kMinRows;
+    return is_rest_small ? num_left - kMinRows : smaller(num_left, kBlockRows);
 }
 
-// Rows [row, last) times one panel, chunk by chunk, with `sums` for each. The first block of rows keeps the
-// weights that it widens for the others. The first two prefetch half of the next chunk each, and all prefetch
-// the rows of the next block.
-template <class W>
-void multiply_panel(const Product& g, const W* packed, int64_t row, int64_t last, int64_t panel,
-                    float* sums) {
-    alignas(64) float wide[kChunkInputs * kPanel];
+// What a block prefetches for each line of its inputs.
+struct Piece {
+    const char* from;
+    int64_t num_bytes;
+
+    void prefetch(int64_t k) const {
+        const char* line = from + k / kLineInputs * num_bytes;
+        for (int64_t i = 0; i < num_bytes; i += 64) __builtin_prefetch(line + i, 0, 2);
+    }
+};
+
+// The piece of a block, of the next n inputs of P panels. Each of the first 2, 4 or 8 blocks reads a piece of
+// one panel in order, which lets the hardware's prefetchers join in, and the others read nothing.
+template <int P, class W>
+Piece piece_of(int64_t block, int64_t num_blocks, const W* next, int64_t stride, int64_t n) {
+    const int64_t num_pieces = (num_blocks >= 8 ? 8 : num_blocks >= 4 ? 4 : 2) / P;  // of a panel
+    if (block >= P * num_pieces) return {nullptr, 0};
+    const int64_t size = kLineInputs * kPanel / num_pieces;
+    const W* from = next + block / num_pieces * stride;
+    from += block % num_pieces * ceil_div(n, kLineInputs) * size;
+    return {reinterpret_cast<const char*>(from), size * int64_t(sizeof(W))};
+}
+
+// R rows times n inputs of P panels that are widened to floats.
+template <int R, int P>
+void multiply_wide(const float* x, int64_t ldx, const float* wide, int64_t stride, int64_t n,
+                   const float* sums, float* to, int64_t ld, Piece piece) {
+    const auto prefetch = [=](int64_t k) { piece.prefetch(k); };
+    multiply_block<R, P>(x, ldx, wide, stride, n, sums, to, ld, prefetch, [](auto...) {});
+}
+
+// The same for weights that are not widened yet, which it keeps in `wide`.
+template <int R, int P, class W>
+void widen_and_multiply(const float* x, int64_t ldx, const W* weights, int64_t stride, int64_t n,
+                        const float* sums, float* to, int64_t ld, Piece piece, float* wide) {
+    const auto prefetch = [=](int64_t k) { piece.prefetch(k); };
+    const auto keep = [=](int64_t k, int p, const W*, Vec low, Vec high) {
+        store(wide + (p * n + k) * kPanel, low);
+        store(wide + (p * n + k) * kPanel + kLanes, high);
+    };
+    multiply_block<R, P>(x, ldx, weights, stride, n, sums, to, ld, prefetch, keep);
+}
+
+// Rows [row, last) times P panels, chunk by chunk, with `sums` for each. The first block of rows keeps the
+// weights that it widens for the others.
+template <int P, class W>
+void multiply_panels(const Product& g, const W* packed, int64_t row, int64_t last, int64_t panel,
+                     float* sums) {
+    constexpr int64_t kUnrolled = 4, kWidth = P * kPanel;
+    alignas(64) float wide[P * kChunkInputs * kPanel];
+    const int64_t stride = kPanel * g.num_inputs, num_blocks = ceil_div(last - row, kBlockRows);
     const int64_t num_chunks = ceil_div(g.num_inputs, kChunkInputs);
-    const int64_t chunk = ceil_div(g.num_inputs, num_chunks);
+    const int64_t chunk = ceil_div(g.num_inputs, num_chunks * kUnrolled) * kUnrolled;
+    const bool is_direct = g.dtype == kFloat32 && (panel + P) * kPanel <= g.num_outputs;
     for (int64_t first = 0; first < g.num_inputs; first += chunk) {
         const int64_t n = smaller(chunk, g.num_inputs - first);
-        const W* weights = packed + (panel * g.num_inputs + first) * kPanel;
-        const W* ahead = weights + n * kPanel;
-        int64_t step = kPanel / 2, size;
-        for (int64_t begin = row; begin < last; begin += size, ahead += n * step) {
+        const bool is_last = first + n == g.num_inputs;
+        const W* weights = packed + panel * stride + first * kPanel;
+        const W* next = is_last ? packed + (panel + P) * stride : weights + n * kPanel;
+        int64_t block = 0, size;
+        for (int64_t begin = row; begin < last; begin += size, ++block) {
             size = rows_of(last - begin);
-            if (begin > row + kMaxRows) step = 0;
+            const Piece piece = piece_of<P>(block, num_blocks, next, stride, n);
             const float* x = g.x + begin * g.ldx + first;
-            float* out = sums + (begin - row) * kPanel;
-            const auto prefetch = [=](int64_t k) { __builtin_prefetch(ahead + k * step, 0, 2); };
-            with_rows(size, [&](auto rows) {
+            float* own = sums + (begin - row) * kWidth;
+            const float* before = first > 0 ? own : nullptr;
+            float* to = own;
+            int64_t ld = kWidth;
+            if (is_direct && is_last) {
+                to = static_cast<float*>(g.y) + begin * g.ldy + panel * kPanel;
+                ld = g.ldy;
+            }
+            with_rows<kBlockRows>(size, [&](auto rows) {
                 constexpr int R = rows.value;
-                const auto prefetch_rows = [=, &g](int64_t k) {
-#pragma GCC unroll 12
-                    for (int r = R; r < 2 * R; ++r) __builtin_prefetch(x + r * g.ldx + k, 0, 3);
-                };
-                if (begin > row) {
-                    const auto again = [=](int64_t k, const float*, Vec, Vec) { prefetch(k); };
-                    const float* from = wide;
-                    multiply_block<R, 1>(x, g.ldx, from, 0, n, first > 0, out, prefetch_rows, again);
+                if (block > 0) {
+                    multiply_wide<R, P>(x, g.ldx, wide, n * kPanel, n, before, to, ld, piece);
                 } else {
-                    const auto keep = [=, &wide](int64_t k, const W*, Vec low, Vec high) {
-                        prefetch(k);
-                        store(wide + k * kPanel, low);
-                        store(wide + k * kPanel + kLanes, high);
-                    };
-                    multiply_block<R, 1>(x, g.ldx, weights, 0, n, first > 0, out, prefetch_rows, keep);
+                    widen_and_multiply<R, P>(x, g.ldx, weights, stride, n, before, to, ld, piece, wide);
                 }
             });
-            if (first + n == g.num_inputs) store_sums(g, out, kPanel, begin, size, panel);
+            if (!is_last || is_direct) continue;
+            for (int p = 0; p < P; ++p) store_sums(g, own + p * kPanel, kWidth, begin, size, panel + p);
         }
     }
 }
@@ -226,23 +281,26 @@ template <class W>
 void multiply(const Product& g, const W* packed) {
     const int64_t num_panels = ceil_div(g.num_outputs, kPanel);
     const int64_t num_panel_tasks = panel_tasks(g.num_rows, num_panels);
+    // Of one task for all rows, a panel that is left alone costs less than threads with unequal shares.
+    const int64_t unit = g.num_rows > kTaskRows ? kBlockPanels : 1;
+    const int64_t num_units = ceil_div(num_panels, unit);
     parallel_shares(num_panel_tasks * ceil_div(g.num_rows, kTaskRows), [&](int64_t task) {
         const int64_t share = task % num_panel_tasks;
-        const int64_t begin = num_panels * share / num_panel_tasks;
-        const int64_t end = num_panels * (share + 1) / num_panel_tasks;
+        const int64_t begin = num_units * share / num_panel_tasks * unit;
+        const int64_t end = smaller(num_panels, num_units * (share + 1) / num_panel_tasks * unit);
         int64_t row = task / num_panel_tasks * kTaskRows;
         const int64_t last = smaller(row + kTaskRows, g.num_rows);
-        if constexpr (kKeepsWidened) {
-            if (last - row > kMaxRows) {
-                float* sums = scratch(0, (last - row) * kPanel);
-                for (int64_t panel = begin; panel < end; ++panel) {
-                    multiply_panel(g, packed, row, last, panel, sums);
-                }
-                return;
+        if (last - row > kFewRows) {
+            float* sums = scratch(0, (last - row) * kBlockPanels * kPanel);
+            int64_t panel = begin;
+            for (; panel + kBlockPanels <= end; panel += kBlockPanels) {
+                multiply_panels<kBlockPanels>(g, packed, row, last, panel, sums);
             }
+            if (panel < end) multiply_panels<1>(g, packed, row, last, panel, sums);
+            return;
         }
         for (; row < last; row += kMaxRows) {
-            with_rows(last - row, [&](auto rows) {
+            with_rows<kMaxRows>(last - row, [&](auto rows) {
                 multiply_rows<rows.value>(g, packed, row, begin, end);
             });
         }
