@@ -157,8 +157,11 @@ class Lookup:
             shared = await self._range("shared", query, access, after, most)
         except CatalogDown:
             return await self._scan_objects(query, after, most)
-        of_others = [each for each in shared.adapters if not access.owns(each[0].partition("/")[0])]
-        ends = [page.end for page in (own, shared) if page.end is not None]
+        of_others = [each for each in shared.adapters if not access.owns(_tenant(each[0]))]
+        shared_end = shared.end
+        if shared_end is not None and access.owns(_tenant(shared_end.scope)):
+            shared_end = Cursor(shared_end.scope)  # Where to go on in it, `own` says.
+        ends = [end for end in (own.end, shared_end) if end is not None]
         end = min(ends, key=lambda each: each.scope, default=None)
         known = (each for each in (*own.adapters, *of_others) if not end or each[0] <= end.scope)
         return sorted(known, key=lambda each: each[0]), end
@@ -210,6 +213,10 @@ class Lookup:
                 return scope, await self._from_objects(*scope.split("/", 1))
 
         return list(await asyncio.gather(*map(read, rest))), end
+
+
+def _tenant(scope: str) -> str:
+    return scope.partition("/")[0]
 
 
 def _selector(ref: Ref) -> tuple[str, str]:

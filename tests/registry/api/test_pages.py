@@ -183,6 +183,27 @@ async def test_a_list_compares_no_version_with_the_tags_of_others(registry: Regi
     """A page of 1,000 versions kept a registry busy for 2 s where there were as many tags."""
     for seed in range(4):
         await publish(registry, "sql", seed, f"t{seed}", f"u{seed}")
+async def test_a_filtered_list_shows_no_own_version_twice(registry: Registry) -> None:
+    """Own adapters that others see are in both lists that are read, and these end in different
+    places."""
+    for seed in range(3):
+        await publish(registry, "aaa/open", seed, visibility=PUBLIC)
+    for seed in range(3, 9):
+        await publish(registry, "acme/sql", seed, visibility=PUBLIC, labels={"team": "one"})
+    for seed in range(9, 12):
+        await publish(registry, "globex/open", seed, visibility=PUBLIC, labels={"team": "one"})
+    expected = [f"acme/sql:v{number}" for number in range(1, 7)]
+    expected += [f"globex/open:v{number}" for number in range(1, 4)]
+    acme = Access("acme", "key", frozenset({"reader"}))
+    query = Query(labels=(("team", "one"),), all_versions=True)
+    for size in range(1, 12):
+        found, cursor = list[str](), Cursor()
+        while cursor is not None:
+            page, cursor = await registry.lookup.page(query, acme, size, cursor)
+            found += [entry.version.ref for entry in page]
+        assert found == expected, size
+
+
     page, _ = await registry.lookup.page(Query(all_versions=True), ROOT, 10, Cursor())
     found = [(entry.version.version, [tag.tag for tag in entry.tags]) for entry in page]
     assert found == [(1, ["t0", "u0"]), (2, ["t1", "u1"]), (3, ["t2", "u2"]),
