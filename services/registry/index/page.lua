@@ -3,7 +3,7 @@
 -- max (ZRANGEBYLEX bounds), limit of names, which versions (see Catalog.page), number of versions after
 -- which the page ends, the scope that a part was read of and the last number of this part. The current
 -- version is the one that `latest` points at (the heaviest side of a split), the newest where it points at
--- none. A page ends after some bytes, too.
+-- none. A page ends after some bytes and some numbers that were looked at, too.
 -- Returns {epoch, sequence, {{{scope, adapter, tags, versions, number after which versions follow or 0}...},
 -- 1 if nothing follows, otherwise 0}}, or false where there is no index or it is behind that position.
 local epoch = redis.call('GET', KEYS[1] .. 'epoch')
@@ -31,7 +31,8 @@ for _, scope in ipairs(scopes) do
   local key = ns .. 'a:' .. scope
   local versions, tags, following = {}, {}, '0'
   if which == 'current' then
-    versions[1] = current(scope, key) or nil
+    local value = current(scope, key)
+    if value then add(versions, value) end
   else
     local after = scope == ARGV[9] and tonumber(ARGV[10]) or 0
     following = add_above(versions, key, after, false)
@@ -40,7 +41,9 @@ for _, scope in ipairs(scopes) do
     tags = redis.call('HVALS', ns .. 't:' .. scope)
     for _, tag in ipairs(tags) do budget.bytes = budget.bytes - #tag end
   end
-  page[#page + 1] = {scope, redis.call('HGET', key, 'adapter') or '', tags, versions, following}
+  local adapter = redis.call('HGET', key, 'adapter') or ''
+  budget.bytes = budget.bytes - #adapter
+  page[#page + 1] = {scope, adapter, tags, versions, following}
   if following ~= '0' or has_ended() then break end
 end
 local is_last = #page == #scopes and #scopes < tonumber(ARGV[6]) and (#page == 0 or page[#page][5] == '0')

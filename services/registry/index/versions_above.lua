@@ -1,14 +1,18 @@
 -- Comes before page.lua and resolve.lua. Redis answers nobody else while a script runs, and an adapter may
 -- have thousands of live versions and any number of deleted ones. So its versions are read in parts.
-local MAX_NUMBERS = 2000 -- looked at for one part
-local budget = {documents = 0, bytes = 1048576} -- of all parts in one script
+local budget = {documents = 0, bytes = 1048576, numbers = 2000} -- of all parts in one script
 
 local function has_ended()
-  return budget.documents <= 0 or budget.bytes <= 0
+  return budget.documents <= 0 or budget.bytes <= 0 or budget.numbers <= 0
 end
 
 local function is_live(value)
   return value and string.sub(value, 1, 2) == '1 '
+end
+
+local function look_at(key, number)
+  budget.numbers = budget.numbers - 1
+  return redis.call('HGET', key, string.format('v%d', number))
 end
 
 local function add(versions, value)
@@ -27,11 +31,15 @@ local function add_above(versions, key, after, wants_deleted)
   local number = after
   while number < last do
     number = number + 1
-    local value = redis.call('HGET', key, string.format('v%d', number))
+    local value = look_at(key, number)
     if value and (wants_deleted or is_live(value)) then add(versions, value) end
-    if has_ended() or number - after >= MAX_NUMBERS then break end
+    if has_ended() then break end
   end
   return number < last and string.format('%d', number) or '0'
+end
+
+local function below(key, number)
+  return tonumber(redis.call('HGET', key, 'p' .. number) or number - 1)
 end
 
 -- The same for live versions in descending order, after '<number> <live version above it>', or from the
@@ -42,12 +50,14 @@ local function add_live(versions, key, after)
   local number, above = string.match(after, '^(%d+) (%d+)$')
   number = tonumber(number or redis.call('HGET', key, 'newest') or '0')
   above = tonumber(above or '0')
-  local num_skipped, num_looked = 0, 0
+  -- A version that was indexed late, since the last part, may be between them. It must stay reachable.
+  if above > 0 and below(key, above) ~= number then above = 0 end
+  local num_skipped = 0
   local function lead_on()
     if above > 0 and num_skipped > 0 then redis.pcall('HSET', key, 'p' .. above, number) end
   end
-  while number > 0 and num_looked < MAX_NUMBERS and not has_ended() do
-    local value = redis.call('HGET', key, string.format('v%d', number))
+  while number > 0 do
+    local value = look_at(key, number)
     if is_live(value) then
       lead_on()
       add(versions, value)
@@ -55,8 +65,8 @@ local function add_live(versions, key, after)
     else
       num_skipped = num_skipped + 1
     end
-    number = tonumber(redis.call('HGET', key, 'p' .. number) or number - 1)
-    num_looked = num_looked + 1
+    number = below(key, number)
+    if has_ended() then break end
   end
   lead_on()
   return number > 0 and string.format('%d %d', number, above) or '0'

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import redis.asyncio
 
 from loraplex.errors import InvalidRequest, NotFound
 from loraplex.refs import parse_ref
@@ -17,6 +19,7 @@ from loraplex_services.registry.access.permissions import Access
 from loraplex_services.registry.api import server
 from loraplex_services.registry.assembly import Registry
 from loraplex_services.registry.index import catalog as catalog_module
+from loraplex_services.registry.index.catalog import PREFIX
 from loraplex_services.registry.index.found import Cursor
 from loraplex_services.registry.index.redis_calls import CatalogDown
 from loraplex_services.registry.records import PUBLIC
@@ -24,6 +27,7 @@ from tests.registry.conftest import ServedRegistry
 from tests.registry.house import publish, upload
 
 ROOT = Access("default", "", frozenset({"root", "admin"}))
+KINDS = ("all", "live")
 
 
 async def _raise_down(*args: object, **options: object) -> None:
@@ -224,3 +228,40 @@ async def test_parts_of_an_adapter_are_put_together(
     live = await registry.catalog.find("default/sql", "live")
     assert live.versions == tuple(v for v in whole.versions if not v.deleted)
     assert live.tags == whole.tags != ()
+
+
+@pytest.mark.hostile
+async def test_one_read_looks_at_a_bounded_number_of_deleted_versions_of_all_adapters(
+    registry: Registry, metadata_url: str
+) -> None:
+    """Redis answers nobody else in the meantime, and a page may have 500 adapters."""
+    epoch = await registry.catalog.epoch()
+    async with redis.asyncio.Redis.from_url(metadata_url) as client:
+        for seed, name in enumerate("abc"):
+            await publish(registry, name, seed)
+            key = f"{PREFIX}{epoch}:a:default/{name}"
+            value = (await client.hget(key, "v1")).replace(b'"version":1', b'"version":1500')
+            await client.hset(key, mapping={"newest": 1500, "highest": 1500, "v1500": value})
+            await client.hdel(key, "v1")
+    page = await registry.catalog.page("names", "-", "+", 10, which="versions")
+    assert page.end == Cursor("default/b", 500)
+    found = await asyncio.gather(
+        *(registry.catalog.find(f"default/{name}", kind) for name in "abc" for kind in KINDS)
+    )
+    assert [[version.version for version in each.versions] for each in found] == 6 * [[1500]]
+    listed, cursor = await registry.lookup.page(Query(all_versions=True), ROOT, 10, Cursor())
+    assert [entry.version.ref for entry in listed] == [f"default/{name}:v1500" for name in "abc"]
+    assert cursor is None
+
+
+@pytest.mark.hostile
+async def test_a_page_of_current_versions_with_long_labels_is_read_in_parts(
+    registry: Registry,
+) -> None:
+    for seed in range(4):
+        await publish(registry, f"sql-{seed}", seed, labels={"note": 600_000 * "x"})
+    page = await registry.catalog.page("names", "-", "+", 10, which="current")
+    assert page.end == Cursor("default/sql-1")
+    listed, cursor = await registry.lookup.page(Query(), ROOT, 10, Cursor())
+    assert [entry.version.name for entry in listed] == [f"sql-{seed}" for seed in range(4)]
+    assert cursor is None

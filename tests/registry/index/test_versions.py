@@ -8,6 +8,7 @@ import pytest
 import redis.asyncio
 
 from loraplex_services.registry.assembly import Registry
+from loraplex_services.registry.index import catalog as catalog_module
 from loraplex_services.registry.index.catalog import PREFIX
 from loraplex_services.registry.index.items import version_item
 from tests.registry.house import publish
@@ -207,3 +208,39 @@ async def test_deleted_versions_are_looked_through_once(
             live = (await registry.catalog.find("default/sql", "live")).versions
             assert [version.version for version in live] == [1, 4, 8]
             assert await client.hmget(key, "p8", "p4") == [b"4", b"1"]
+
+
+async def test_a_version_that_is_indexed_between_two_parts_of_a_read_stays_reachable(
+    registry: Registry, metadata_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one whose registry crashed before that, and that another one completes."""
+    published = [(await publish(registry, "sql", seed, latest=False)) for seed in range(6)]
+    late, scope = version_item(published[3].version, None), "default/sql"
+    key = f"{PREFIX}{await registry.catalog.epoch()}:a:{scope}"
+
+    async def delete(*numbers: int) -> None:
+        for number in numbers:
+            await registry.deletion.version("default", "sql", number, "x", force=True, purge=False)
+
+    async def live() -> list[int]:
+        found = await registry.catalog.find(scope, "live")
+        return [version.version for version in found.versions]
+
+    async with redis.asyncio.Redis.from_url(metadata_url) as client:
+        await client.hdel(key, "v4")
+    await delete(3, 5)
+    assert await live() == [1, 2, 6]
+    await delete(2)
+    ask, answers = registry.catalog._lookups.ask, list[object]()
+
+    async def ask_and_index(wanted: tuple[str, str, str]) -> object:
+        answers.append(await ask(wanted))
+        if len(answers) == 1:
+            await registry.catalog.apply(scope, [late])
+        return answers[-1]
+
+    monkeypatch.setattr(catalog_module, "MAX_VERSIONS_AT_ONCE", 1)
+    monkeypatch.setattr(registry.catalog._lookups, "ask", ask_and_index)
+    await live()
+    assert len(answers) > 1
+    assert await live() == [1, 4, 6]
