@@ -217,9 +217,11 @@ def _version_events(found: Found) -> list[dict[str, Any]]:
 
 
 def _is_newer(event: dict[str, Any], newest: Mapping[str, int]) -> bool:
-    """Whether a snapshot may lack an event. A change of an adapter has a generation of its own."""
-    is_adapter = event["kind"] == "adapter"
-    return is_adapter or int(event["doc"]["generation"]) > newest.get(_key(event), 0)
+    """Whether a snapshot may lack an event. A change of an adapter has a generation of its own, and
+    only newer registries know what is in an event of another kind."""
+    if event["kind"] == "adapter" or event["kind"] not in _KINDS:
+        return True
+    return int(event["doc"]["generation"]) > newest.get(_key(event), 0)
 
 
 def _scope(event: dict[str, Any]) -> str:

@@ -336,6 +336,30 @@ async def test_an_event_that_only_newer_registries_know_is_answered_with_a_snaps
     assert mirror.snapshots == 2
 
 
+async def test_an_event_that_only_newer_registries_know_during_a_snapshot_begins_another_one(
+    registry: Registry, metadata_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await publish(registry, "sql", 1)
+    read_page, num_pages = registry.catalog.page, 0
+
+    async def page_and_event(*args: Any, **options: Any) -> Any:
+        nonlocal num_pages
+        num_pages += 1
+        if num_pages == 1:
+            epoch, number = await registry.catalog.position()
+            prefix, new = f"{PREFIX}{epoch}:", {"e": '{"kind": "new", "doc": {}}'}
+            async with redis.asyncio.Redis.from_url(metadata_url) as raw:
+                await raw.set(f"{prefix}seq", number + 1)
+                await raw.xadd(f"{prefix}events", new, id=f"{number + 1}-0")
+        return await read_page(*args, **options)
+
+    monkeypatch.setattr(registry.catalog, "page", page_and_event)
+    mirror = Mirror(watch(registry.catalog, ""))
+    await mirror.snapshot()
+    assert mirror.snapshots == 2
+    assert mirror.known["sql:latest"] == [1]
+
+
 async def test_feed_reads_only_while_somebody_watches(registry: Registry) -> None:
     feed = registry.catalog.feed
     async with feed.joined(), feed.joined():
