@@ -95,11 +95,10 @@ class AdapterSharing:
         """The record after a change, which is in the index, and `tenant/name` as it was first
         published. Raises: AdapterNotFound."""
         scope = scope_of(tenant, name)
+        num_live = await self.catalog.num_live(scope)  # Builds the index if there is none.
         newest = (await self.catalog.find(scope, "newest", "1")).versions
         if not newest:
             raise AdapterNotFound(f"{tenant}/{name}")
-        # Each watch shows all versions of an adapter that has changed.
-        note_read.get()(self.catalog.feed.num_watchers * await self.catalog.num_live(scope))
         operation = await self.catalog.note_pending(scope)
 
         def step(current: AdapterRecord | None) -> AdapterRecord | None:
@@ -112,8 +111,10 @@ class AdapterSharing:
         key = layout.adapter(tenant, name)
         record = await documents.change(self.store, key, AdapterRecord, step)
         assert record is not None, "a changed adapter has a record"
-        items = [adapter_item(record)]
-        await self.catalog.apply(scope, items, operation=operation)
+        item = adapter_item(record)
+        # Each watch that shows the adapter reads all of its versions.
+        note_read.get()(self.catalog.feed.num_wanting(item.doc) * num_live)
+        await self.catalog.apply(scope, [item], operation=operation)
         return record, f"{tenant}/{newest[0].shown_name}"
 
 

@@ -197,7 +197,8 @@ class Catalog:
     async def num_live(self, scope: str) -> int:
         """How many versions of an adapter are not deleted; fewer where an earlier build indexed
         some."""
-        return int(await self._run("read", ["HGET", f"a:{scope}", "live"]) or 0)
+        question = ["HGET", f"a:{scope}", "live"]
+        return max(0, int(await self._patiently(lambda: self._run("read", question)) or 0))
 
     async def num_tags(self, scope: str) -> int:
         """How many tags an adapter has, deleted ones included."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -25,6 +25,10 @@ MAX_KEPT_BYTES = 16 << 20
 much."""
 BLOCK_MS = 1000
 _RETRY_S = 0.5
+
+
+IsWanted = Callable[[Mapping[str, Any]], bool]
+"""Whether a watcher reads the versions of an adapter that has changed, given its record as JSON."""
 
 
 class FeedLost(Exception):
@@ -53,7 +57,7 @@ class EventFeed:
         """Events up to `_last` without a gap."""
         self._kept_bytes = 0
         self._problem = ""
-        self.num_watchers = 0
+        self._watchers: list[IsWanted] = []
         self._task: asyncio.Task[None] | None = None
         self._round = asyncio.Event()
         """Set at the end of each read; the next one gets its own."""
@@ -65,14 +69,14 @@ class EventFeed:
             "epoch": self._epoch,
             "last_event": self._last,
             "num_kept_events": len(self._kept),
-            "num_watchers": self.num_watchers,
+            "num_watchers": len(self._watchers),
             "problem": self._problem,
         }
 
     @asynccontextmanager
-    async def joined(self) -> AsyncIterator[None]:
+    async def joined(self, is_wanted: IsWanted = lambda record: True) -> AsyncIterator[None]:
         """Follow the stream for one more watcher."""
-        self.num_watchers += 1
+        self._watchers.append(is_wanted)
         if self._task is None:
             # Events from a time without watchers are not replayed.
             self._epoch, self._last, self._is_current = "", 0, False
@@ -81,10 +85,14 @@ class EventFeed:
         try:
             yield
         finally:
-            self.num_watchers -= 1
-            if not self.num_watchers and self._task is not None:
+            self._watchers.remove(is_wanted)
+            if not self._watchers and self._task is not None:
                 self._task.cancel()
                 self._task = None
+
+    def num_wanting(self, record: Mapping[str, Any]) -> int:
+        """How many watchers read the versions of an adapter that has changed."""
+        return sum(is_wanted(record) for is_wanted in self._watchers)
 
     def close(self) -> None:
         """End all watches, because the process is about to end: they resume at another registry,

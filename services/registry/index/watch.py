@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from loraplex.errors import Unavailable
 from loraplex_services.common.units import parse_digits
 from loraplex_services.registry.index.catalog import Catalog
 from loraplex_services.registry.index.events import MAX_READ, StoredEvent
-from loraplex_services.registry.index.feed import FeedLost
+from loraplex_services.registry.index.feed import FeedLost, IsWanted
 from loraplex_services.registry.index.found import Cursor, Found, IndexPage
 from loraplex_services.registry.index.items import base_item, scope_of, tag_item, version_item
 from loraplex_services.registry.index.redis_calls import CatalogDown
@@ -44,10 +44,6 @@ class Batch:
     token: str
     begins_snapshot: bool = False
     ends_snapshot: bool = False
-
-
-IsWanted = Callable[[Mapping[str, Any]], bool]
-"""Whether to read the versions of an adapter that has changed, given its record as JSON."""
 
 
 class _SnapshotNeeded(Exception):
@@ -93,7 +89,7 @@ async def _follow(
 ) -> AsyncIterator[Batch]:
     """Events after a number until the epoch ends. Empty batches show that the watch is alive."""
     await _last_sequence(catalog, epoch, after)
-    async with catalog.feed.joined():
+    async with catalog.feed.joined(is_wanted):
         while True:
             try:
                 entries = await catalog.feed.after(epoch, after)

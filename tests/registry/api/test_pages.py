@@ -120,7 +120,8 @@ async def test_a_change_of_an_adapter_counts_by_the_versions_that_watches_read(
     for seed in range(3):
         await publish(registry, "sql", seed)
     await registry.deletion.version("default", "sql", 2, "me", force=True, purge=False)
-    async with registry.catalog.feed.joined(), registry.catalog.feed.joined():
+    feed = registry.catalog.feed
+    async with feed.joined(), feed.joined(), feed.joined(lambda record: False):
         num_read.clear()
         await registry.sharing.describe("default", "sql", "words", {}, (), "me")
     assert num_read == [2 * 2]
@@ -182,11 +183,6 @@ async def test_a_page_of_versions_reads_few_of_them(
             assert found == everything
 
 
-@pytest.mark.hostile
-async def test_a_list_compares_no_version_with_the_tags_of_others(registry: Registry) -> None:
-    """A page of 1,000 versions kept a registry busy for 2 s where there were as many tags."""
-    for seed in range(4):
-        await publish(registry, "sql", seed, f"t{seed}", f"u{seed}")
 async def test_a_filtered_list_shows_no_own_version_twice(registry: Registry) -> None:
     """Own adapters that others see are in both lists that are read, and these end in different
     places."""
@@ -208,6 +204,11 @@ async def test_a_filtered_list_shows_no_own_version_twice(registry: Registry) ->
         assert found == expected, size
 
 
+@pytest.mark.hostile
+async def test_a_list_compares_no_version_with_the_tags_of_others(registry: Registry) -> None:
+    """A page of 1,000 versions kept a registry busy for 2 s where there were as many tags."""
+    for seed in range(4):
+        await publish(registry, "sql", seed, f"t{seed}", f"u{seed}")
     page, _ = await registry.lookup.page(Query(all_versions=True), ROOT, 10, Cursor())
     found = [(entry.version.version, [tag.tag for tag in entry.tags]) for entry in page]
     assert found == [(1, ["t0", "u0"]), (2, ["t1", "u1"]), (3, ["t2", "u2"]),

@@ -19,6 +19,7 @@ from loraplex_services.common.redis_url import connect_redis
 from loraplex_services.registry import layout
 from loraplex_services.registry.access.lookup import Query
 from loraplex_services.registry.access.permissions import Access
+from loraplex_services.registry.access.sharing import SharingChange
 from loraplex_services.registry.assembly import Registry, assemble
 from loraplex_services.registry.index.catalog import PREFIX, Catalog
 from loraplex_services.registry.index.found import Cursor
@@ -145,6 +146,16 @@ async def test_a_flushed_redis_changes_no_answer_and_is_filled_again(
     await registry.indexer.ensure()
     assert await registry.catalog.epoch() is not None
     assert await _snapshot(registry) == before
+
+
+async def test_an_adapter_can_be_shared_while_there_is_no_index(
+    registry: Registry, raw: redis.asyncio.Redis
+) -> None:
+    await _fill(registry)
+    await raw.flushall()
+    await registry.sharing.set("acme", "chat", SharingChange(PUBLIC), "me")
+    found = await registry.catalog.find("acme/chat", "live")
+    assert found.adapter is not None and found.adapter.visibility == PUBLIC
 
 
 async def test_a_read_during_which_redis_is_flushed_answers_from_before_or_not_at_all(
