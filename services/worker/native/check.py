@@ -21,6 +21,8 @@ if TYPE_CHECKING:  # it imports this module
 
 TOLERANCE = 1e-4
 FEW_ROWS = 5
+REPEATS = 3
+"""With so many times the rows, `linear` takes several blocks that share weights, at every level."""
 
 
 def computes_right(native: Native) -> bool:
@@ -31,8 +33,10 @@ def computes_right(native: Native) -> bool:
     pairs = []
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         stored = weight.to(dtype)
-        product = native.linear(x, native.pack(stored), len(weight))
-        pairs.append((product, _product(x, stored.float())))
+        packed, expected = native.pack(stored), _product(x, stored.float())
+        for repeats in (1, REPEATS):
+            product = native.linear(x.repeat(repeats, 1), packed, len(weight))
+            pairs.append((product, expected.repeat(repeats, 1)))
     half = x.bfloat16()
     product = native.linear(half, native.pack(weight), len(weight)).float()
     pairs.append((product, _product(half.float(), weight).bfloat16().float()))

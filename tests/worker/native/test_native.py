@@ -269,11 +269,18 @@ def test_the_compiler_of_a_wheel_serves_where_the_system_has_none(monkeypatch, t
 def test_a_library_that_computes_right_is_told_from_one_that_does_not(compiled, monkeypatch):
     assert computes_right(compiled)
     product = compiled.linear
-    with monkeypatch.context() as patch:
-        patch.setattr(compiled, "linear", lambda x, packed, n: product(x, packed, n).roll(1, -1))
-        assert not computes_right(compiled)
+    for num_wrong in (39, 13):  # rows of the products that are wrong
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                compiled,
+                "linear",
+                lambda x, packed, n, wrong=num_wrong: product(x, packed, n).roll(
+                    int(len(x) == wrong), -1
+                ),
+            )
+            assert not computes_right(compiled)
     coded = compiled.linear_codes
-    for num_wrong in (13, 5, 1):  # rows of the products that are wrong
+    for num_wrong in (13, 5, 1):
         with monkeypatch.context() as patch:
             patch.setattr(
                 compiled,
