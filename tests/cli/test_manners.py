@@ -81,6 +81,9 @@ def test_a_folder_whose_name_is_not_utf_8_is_read(
 INTERRUPT = """
 import importlib.abc, os, signal, sys
 
+# A shell that runs the tests in the background starts them with interrupts ignored.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
 class Interrupt(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path, target=None):
         if name == "{imported}":
