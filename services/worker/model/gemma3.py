@@ -17,11 +17,15 @@ from loraplex_services.worker.types.model_config import ModelConfig, RopeConfig
 
 GLOBAL_THETA = 1_000_000.0
 LOCAL_THETA = 10_000.0
+CONTEXT_LEN = 131072
+"""That of a config without one: saved text configs of Gemma 3 often leave it out."""
 
 
 def read_config(reader: ModelConfigReader, eos_token_ids: tuple[int, ...]) -> ModelConfig:
     """Translate config.json of the text model."""
-    defaults = replace(DEFAULTS, max_position_embeddings=131072)
+    context = reader.get("max_position_embeddings", CONTEXT_LEN)
+    reader = reader.replaced("max_position_embeddings", context)
+    defaults = replace(DEFAULTS, max_position_embeddings=CONTEXT_LEN)
     config = read_gemma(reader.without("rope_parameters"), "gemma3_text", eos_token_ids, defaults)
     ropes = _read_ropes(reader, config.head_dim)
     period = int(reader.get("sliding_window_pattern", reader.get("_sliding_window_pattern", 6)))

@@ -229,6 +229,9 @@ def test_the_long_rope_of_some_layers_is_read_as_in_transformers(tmp_path):
     assert params["factor"] == theirs.max_position_embeddings / 64
     assert config.rope_switch_len == 64
     raw = json.loads((tmp_path / "config.json").read_text())
+    del raw["max_position_embeddings"]  # that of the library is then the same
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    assert dict(read_model_config(tmp_path)[1].ropes[-1].params)["factor"] == params["factor"]
     raw["rope_parameters"]["sliding_attention"] = {
         **scaling,
         "original_max_position_embeddings": 32,
