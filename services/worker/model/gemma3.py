@@ -18,7 +18,7 @@ from loraplex_services.worker.types.model_config import ModelConfig, RopeConfig
 GLOBAL_THETA = 1_000_000.0
 LOCAL_THETA = 10_000.0
 CONTEXT_LEN = 131072
-"""That of a config without one: saved text configs of Gemma 3 often leave it out."""
+"""The library's default, which saved text configs of Gemma 3 often leave out."""
 
 
 def read_config(reader: ModelConfigReader, eos_token_ids: tuple[int, ...]) -> ModelConfig:
