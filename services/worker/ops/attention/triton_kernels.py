@@ -56,7 +56,6 @@ def attend_contexts(
     position = start + row - row_begin
     head_at = kv_head.to(tl.int64) * (TOKENS * HEAD_DIM)
     k_head, v_head = k_plane + head_at, v_plane + head_at
-    k_scales, v_scales = _scales_of_head(k_scales, v_scales, kv_head, TOKENS)
     table = tables + sequence * table_stride
     top, total = _softmax_begin(sinks, head, is_query, HAS_SINKS)
     values = tl.zeros((BLOCK_ROWS * BLOCK_SHARED, BLOCK_DIM), tl.float32)
@@ -68,32 +67,25 @@ def attend_contexts(
     begin, all_begin, all_end = _ranges(start, end, window, BLOCK_KEYS, HAS_WINDOW)
     if HAS_WINDOW:
         top, total, values = _attend_keys(
-            query, top, total, values, k_head, v_head, k_scales, v_scales, table, plane_stride,
-            begin, tl.minimum(all_begin, end), position, start, scale, softcap, window, HEAD_DIM,
-            BLOCK_DIM, BLOCK_KEYS, TOKENS, HAS_SOFTCAP, HAS_WINDOW, WIDEN, CAUSAL_KEYS,
+            query, top, total, values, k_head, v_head, k_scales, v_scales, kv_head, table,
+            plane_stride, begin, tl.minimum(all_begin, end), position, start, scale, softcap,
+            window, HEAD_DIM, BLOCK_DIM, BLOCK_KEYS, TOKENS, HAS_SOFTCAP, HAS_WINDOW, WIDEN,
+            CAUSAL_KEYS,
         )  # fmt: skip
     top, total, values = _attend_keys(
-        query, top, total, values, k_head, v_head, k_scales, v_scales, table, plane_stride,
-        all_begin, all_end, position, start, scale, softcap, window, HEAD_DIM, BLOCK_DIM,
-        BLOCK_KEYS, TOKENS, HAS_SOFTCAP, HAS_WINDOW, WIDEN, ALL_KEYS,
+        query, top, total, values, k_head, v_head, k_scales, v_scales, kv_head, table,
+        plane_stride, all_begin, all_end, position, start, scale, softcap, window, HEAD_DIM,
+        BLOCK_DIM, BLOCK_KEYS, TOKENS, HAS_SOFTCAP, HAS_WINDOW, WIDEN, ALL_KEYS,
     )  # fmt: skip
     top, total, values = _attend_keys(
-        query, top, total, values, k_head, v_head, k_scales, v_scales, table, plane_stride,
-        all_end, end, position, start, scale, softcap, window, HEAD_DIM, BLOCK_DIM,
+        query, top, total, values, k_head, v_head, k_scales, v_scales, kv_head, table,
+        plane_stride, all_end, end, position, start, scale, softcap, window, HEAD_DIM, BLOCK_DIM,
         BLOCK_KEYS, TOKENS, HAS_SOFTCAP, HAS_WINDOW, WIDEN,
         KEYS_BELOW_END if IS_FULL else CAUSAL_KEYS,
     )  # fmt: skip
     out_at = out + row.to(tl.int64)[:, None] * out_stride + (head * HEAD_DIM)[:, None]
     values = values / total[:, None]
     tl.store(out_at + dim[None, :], values.to(out.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def _scales_of_head(k_scales, v_scales, kv_head, TOKENS: tl.constexpr):
-    if k_scales is not None:
-        k_scales += kv_head.to(tl.int64) * TOKENS
-        v_scales += kv_head.to(tl.int64) * TOKENS
-    return k_scales, v_scales
 
 
 @triton.jit
@@ -130,10 +122,10 @@ def _ranges(start, end, window, BLOCK_KEYS: tl.constexpr, HAS_WINDOW: tl.constex
 
 @triton.jit
 def _attend_keys(
-    query, top, total, values, k_head, v_head, k_scales, v_scales, table, plane_stride, begin, end,
-    position, start, scale, softcap, window, HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
-    BLOCK_KEYS: tl.constexpr, TOKENS: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-    HAS_WINDOW: tl.constexpr, WIDEN: tl.constexpr, SEEN: tl.constexpr,
+    query, top, total, values, k_head, v_head, k_scales, v_scales, kv_head, table, plane_stride,
+    begin, end, position, start, scale, softcap, window, HEAD_DIM: tl.constexpr,
+    BLOCK_DIM: tl.constexpr, BLOCK_KEYS: tl.constexpr, TOKENS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, HAS_WINDOW: tl.constexpr, WIDEN: tl.constexpr, SEEN: tl.constexpr,
 ):  # fmt: skip
     """Add keys [begin, end) to a running softmax in base 2.
 
@@ -161,7 +153,7 @@ def _attend_keys(
         k, v = _load_pair(k_head, v_head, offset, is_key, dim, HEAD_DIM, BLOCK_DIM, SEEN)
         if k_scales is not None:
             # The stride of codes is one of bytes, and scales are pairs.
-            scale_at = block_at // 2 + first % TOKENS
+            scale_at = block_at // 2 + kv_head * TOKENS + first % TOKENS
             k, v, k_factors = widened(k, v, k_scales + scale_at, v_scales + scale_at, is_key, query)
         elif WIDEN:
             k, v = k.to(tl.float32), v.to(tl.float32)
@@ -250,14 +242,14 @@ def attend_generations(
         token_row = row.to(tl.int64)
         query = _load_query(q + token_row * q_stride + offset, mask, WIDEN)
         head_at = kv_head.to(tl.int64) * (TOKENS * HEAD_DIM)
-        scales_k, scales_v = _scales_of_head(k_scales, v_scales, kv_head, TOKENS)
         # The first item of a row counts the sink.
         top, total = _softmax_begin(sinks, head, is_query & (item == first), HAS_SINKS)
         top, total, values = _attend_keys(
             query, top, total, tl.zeros((BLOCK_QUERIES, BLOCK_DIM), tl.float32), k_plane + head_at,
-            v_plane + head_at, scales_k, scales_v, tables + sequence.to(tl.int64) * table_stride,
-            plane_stride, begin, end, 0, 0, scale, softcap, 0, HEAD_DIM, BLOCK_DIM, BLOCK_KEYS,
-            TOKENS, HAS_SOFTCAP, False, WIDEN, KEYS_BELOW_END,
+            v_plane + head_at, k_scales, v_scales, kv_head,
+            tables + sequence.to(tl.int64) * table_stride, plane_stride, begin, end, 0, 0, scale,
+            softcap, 0, HEAD_DIM, BLOCK_DIM, BLOCK_KEYS, TOKENS, HAS_SOFTCAP, False, WIDEN,
+            KEYS_BELOW_END,
         )  # fmt: skip
         if num_splits == 1:
             average = (values / tl.where(total > 0, total, 1.0)[:, None]).to(out.dtype.element_ty)
