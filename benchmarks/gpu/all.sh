@@ -118,7 +118,7 @@ case "$PART" in
     ;;
 3)
     files="gemma4 heads own_rope quantised gguf bfloat16 recurrent_bases parity runner merged_base unusual"
-    files="$files demo_adapters routed_experts published_layouts trainer_folders"
+    files="$files demo_adapters published_layouts trainer_folders"
     [ "$TINY" ] && files=own_eos TEST_PROCESSES=2
     tests parity 130 $(printf 'tests/worker/parity/test_%s.py ' $files) $BY_BASE -m "not long" $DEVICE
     [ "$TINY" ] || tests compilations 160 $kernels/test_compilations.py  # one test for each process
