@@ -21,6 +21,9 @@ WIDE_DIM = 256
 """Wider heads, such as those of Gemma 4's full layers, leave memory for few keys at a time."""
 JOINED_ELEMENTS = 4096
 """Partial sums that one program loads at a time: 64 of each thread."""
+MAX_JOINED_SPLITS = 16
+"""Items that are joined at a time, at most. The loop over them is unrolled: 16 take about a second
+to compile, 32 take four, and 64 take 24 seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,4 +156,5 @@ def _generation_tiling(shape: HeadShape, itemsize: int) -> Tiling:
 
 def joined_splits(shape: HeadShape) -> int:
     """Items of a row that are joined at a time."""
-    return max(1, JOINED_ELEMENTS // (shape.block_shared * shape.block_dim))
+    fitting = max(1, JOINED_ELEMENTS // (shape.block_shared * shape.block_dim))
+    return min(fitting, MAX_JOINED_SPLITS)

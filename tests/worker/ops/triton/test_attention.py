@@ -8,7 +8,7 @@ import torch
 
 from loraplex_services.worker.arena_buffer import ArenaBuffer, KvBuffer
 from loraplex_services.worker.cache.kv_layout import TOKENS_PER_BLOCK, plan_kv_groups
-from loraplex_services.worker.ops.attention import work_items
+from loraplex_services.worker.ops.attention import shapes, work_items
 from loraplex_services.worker.ops.attention.reference import attention
 from loraplex_services.worker.ops.attention.shapes import HeadShape
 from loraplex_services.worker.ops.attention.triton import context_tiles
@@ -181,6 +181,17 @@ def test_scores_that_float32_cannot_exponentiate_are_attended(device):
     for softcap in (None, 50.0):
         shape = HeadShape(2, 1, 16, 40.0, softcap, None)
         check_step(shape, torch.float32, device, [(0, 20), (500, 1)], tolerance=1e-3)
+
+
+def test_more_items_of_a_row_than_are_joined_at_a_time_equal_dense_attention(device, monkeypatch):
+    monkeypatch.setattr(shapes, "MAX_JOINED_SPLITS", 2)
+    check_step(HeadShape(4, 2, 16, 0.25, None, None), torch.float32, device, [(5, 1), (700, 1)])
+
+
+def test_small_heads_unroll_no_long_loop_over_the_items_of_a_row():
+    """Which takes minutes to compile."""
+    llama, small = HeadShape(32, 8, 128, 0.1, None, None), HeadShape(4, 2, 16, 0.25, None, None)
+    assert [shapes.joined_splits(each) for each in (llama, small)] == [8, 16]
 
 
 def test_a_generation_has_the_same_bits_whatever_else_is_in_its_batch(device):
