@@ -47,7 +47,6 @@ from loraplex_services.worker.ops.lora.cpu_records import Records
 from loraplex_services.worker.runner.adapter_division import division_of, log_division
 from loraplex_services.worker.runner.allocation import allocate, dtype_key, stored_dtype
 from loraplex_services.worker.runner.backends import choose_operators, share_threads
-from loraplex_services.worker.runner.decode_programs import DecodePrograms
 from loraplex_services.worker.runner.memory import (
     ArenaSize,
     default_host_cache_bytes,
@@ -74,6 +73,7 @@ from loraplex_services.worker.runner.parallel.group import (
 from loraplex_services.worker.runner.parallel.messages import RankReady
 from loraplex_services.worker.runner.runner import TorchRunner
 from loraplex_services.worker.runner.step_batch import BatchMaker
+from loraplex_services.worker.runner.step_programs import StepPrograms
 from loraplex_services.worker.types.adapter_layout import AdapterLayout
 from loraplex_services.worker.types.model_config import ModelConfig
 from loraplex_services.worker.types.nodes import ONE_NODE, Nodes
@@ -171,7 +171,7 @@ def _build(
     if isinstance(operators, NativeOperators):
         operators.native.weights.use_huge_pages()
         if ranks.shard.size == 1:
-            programs = DecodePrograms(
+            programs = StepPrograms(
                 operators.native,
                 model.forward_layers,
                 settings.max_num_seqs,

@@ -12,7 +12,7 @@ import pytest
 
 from loraplex.api.output import RoutedExperts, joined_experts
 from loraplex.api.sampling import SamplingParams
-from loraplex_services.worker.runner.decode_programs import DecodePrograms
+from loraplex_services.worker.runner.step_programs import StepPrograms
 from loraplex_services.worker.scheduling import drafts as drafting
 from loraplex_services.worker.types.messages import Command, Submit
 from tests.worker.commands import make_submit
@@ -217,7 +217,7 @@ def test_steps_that_run_as_programs_say_the_same(mixtral: TinyBase) -> None:
     silent = [asking(f"silent {i}", A, routed_from=None) for i in range(3)]
     plain, recorded = stage_of(mixtral), stage_of(mixtral)
     if (programs := getattr(plain.runner._model.pass_layers, "__self__", None)) is None or (
-        not isinstance(programs, DecodePrograms)
+        not isinstance(programs, StepPrograms)
     ):
         pytest.skip("no compiled kernels")
     plain.runner._model.pass_layers = plain.runner._model.forward_layers

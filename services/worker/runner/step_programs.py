@@ -40,7 +40,7 @@ TILE_ROWS, FEW_ROWS = 16, 4
 time of one, and of 4 elsewhere."""
 
 
-class DecodePrograms:
+class StepPrograms:
     """Computes the layers of a model, by programs where it can."""
 
     def __init__(
