@@ -17,7 +17,7 @@ from loraplex_services.worker.layers.native_experts import (
     operation_of,
 )
 from loraplex_services.worker.layers.operators import AddLora, Operators
-from loraplex_services.worker.native.bindings import TILE_ROWS, Native
+from loraplex_services.worker.native.bindings import Native
 from loraplex_services.worker.native.isa import AMX
 from loraplex_services.worker.ops.activation.torch import Activation, Gate, Gated, stacked_gate
 from loraplex_services.worker.ops.attention.backend import AttentionMaker
@@ -56,9 +56,6 @@ class NativeOperators(Operators):
         widens = has_choice and not native.uses_pairs
         self.name = f"native-{native.isa}" + "-widened" * widens
         self.native = native
-        self.rows_at_once = TILE_ROWS if self._on_amx else 1
-        """How many rows products multiply in about the time of one: a tile of them on AMX, unless
-        weights are in codes."""
         self.loops_experts = False
         """Whether torch computes the experts of a layer, because no kernel reads their weights."""
         self.attention_maker = AttentionMaker(
@@ -97,7 +94,6 @@ class NativeOperators(Operators):
         self, weight: CodedWeight, dtype: torch.dtype, activation: Activation | None = None
     ) -> BaseLinear:
         """See Operators."""
-        self.rows_at_once = 1
         if not is_readable(weight):
             return super().coded_linear(weight, dtype, activation)
         operation = operation_of(activation) if isinstance(activation, str) else None

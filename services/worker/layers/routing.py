@@ -22,9 +22,13 @@ class RoutingNotes:
         assert layer not in self._chosen, f"layer {layer} chose twice"
         self._chosen[layer] = chosen
 
-    def copy(self, notes: RoutingNotes) -> None:
-        """Take over what another pass noted, whose tensors the next one overwrites."""
-        self._chosen = {layer: chosen.clone() for layer, chosen in notes._chosen.items()}
+    def clear(self) -> None:
+        """Forget everything, before another pass."""
+        self._chosen.clear()
+
+    def copy(self, notes: RoutingNotes, num_rows: int) -> None:
+        """Take over the first rows of what another pass noted, which the next one overwrites."""
+        self._chosen = {layer: chosen[:num_rows].clone() for layer, chosen in notes._chosen.items()}
 
     def of_tokens(self, routing: RoutingShape) -> Tensor:
         """All experts, `[T, layers, k]`, as `RoutedExperts` holds them."""

@@ -207,28 +207,44 @@ class Decoder:
 
         Returns: fresh `[T, H]`. Rows that nothing reads may be zeros.
         """
+        if self.skips_rows(batch):
+            return self.end_of_rows(x, self.forward_mixers(x, rotations, batch), batch)
         assert self._norm is not None, "subclasses without one have a pass of their own"
-        batch.attention.rotations = rotations
-        update = None
-        *layers, last = zip(self._layers, rotations, strict=True)
-        for layer, cos_sin in layers:
-            update = layer.forward(x, update, cos_sin, batch)
-        layer, cos_sin = last
-        if batch.read_rows is not None and isinstance(layer, DecoderLayer) and not self.draft_head:
-            update = layer.mix(x, update, cos_sin, batch)
-            return self._end_of_rows(layer, x, update, batch, batch.read_rows)
-        update = layer.forward(x, update, cos_sin, batch)
+        update = self._before_last(x, rotations, batch)
+        update = self._layers[-1].forward(x, update, rotations[-1], batch)
         return self._norm.forward(x, batch.lora, update)
 
-    def _end_of_rows(
-        self, layer: DecoderLayer, x: Tensor, update: Tensor, batch: ForwardBatch, rows: Tensor
-    ) -> Tensor:
-        """The rest of `forward_layers` after the last mixer, for some rows only."""
-        assert self._norm is not None
+    def skips_rows(self, batch: ForwardBatch) -> bool:
+        """Whether the part of `forward_layers` after the last mixer computes some rows only."""
+        has_halves = isinstance(self._layers[-1], DecoderLayer)
+        return batch.read_rows is not None and has_halves and self.draft_head is None
+
+    def forward_mixers(self, x: Tensor, rotations: Sequence[CosSin], batch: ForwardBatch) -> Tensor:
+        """The part of `forward_layers` up to the last mixer: what that adds, `[T, H]`, to x, which
+        is mutated."""
+        update = self._before_last(x, rotations, batch)
+        last = self._layers[-1]
+        assert isinstance(last, DecoderLayer), type(last)
+        return last.mix(x, update, rotations[-1], batch)
+
+    def end_of_rows(self, x: Tensor, update: Tensor, batch: ForwardBatch) -> Tensor:
+        """The rest, for `read_rows` only; takes what `forward_mixers` leaves."""
+        rows, last = batch.read_rows, self._layers[-1]
+        assert self._norm is not None and rows is not None and isinstance(last, DecoderLayer)
         own = replace(batch, lora=batch.lora.select(rows.tolist()))
         own_x, own_update = x.index_select(0, rows), update.index_select(0, rows)
-        hidden = self._norm.forward(own_x, own.lora, layer.transform(own_x, own_update, own))
+        hidden = self._norm.forward(own_x, own.lora, last.transform(own_x, own_update, own))
         return torch.zeros_like(x).index_copy_(0, rows, hidden)
+
+    def _before_last(
+        self, x: Tensor, rotations: Sequence[CosSin], batch: ForwardBatch
+    ) -> Tensor | None:
+        """All layers but the last one: see `Layer.forward`."""
+        batch.attention.rotations = rotations
+        update = None
+        for layer, cos_sin in zip(self._layers[:-1], rotations[:-1], strict=True):
+            update = layer.forward(x, update, cos_sin, batch)
+        return update
 
     def draft_hidden(self, hidden: Tensor, next_ids: Tensor, batch: ForwardBatch) -> Tensor:
         """Hidden states of the draft head `[T, H]`, given those of `forward` and the token after

@@ -21,7 +21,7 @@ _IN_PLACE = {
 
 
 class Arithmetic:
-    """Computes some of torch's operators by calls that can be recorded."""
+    """Records some of torch's operators as calls of kernels."""
 
     def __init__(
         self, kernels: Any, allocate: Callable[[Sequence[int], torch.dtype], Tensor]
@@ -29,8 +29,8 @@ class Arithmetic:
         """`kernels`: as `elementwise.compute` takes them; `allocate`: makes results."""
         self._kernels = kernels
         self._allocate = allocate
-        self.constants: list[Tensor] = []
-        """Numbers that the calls read."""
+        self.constants: dict[float, Tensor] = {}
+        """Numbers that the calls read, by value."""
 
     def compute(
         self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -72,5 +72,6 @@ class Arithmetic:
     def _operand(self, value: Any) -> Tensor:
         if isinstance(value, Tensor):
             return value
-        self.constants.append(torch.tensor([value], dtype=torch.float32))
-        return self.constants[-1]
+        if value not in self.constants:
+            self.constants[value] = torch.tensor([value], dtype=torch.float32)
+        return self.constants[value]

@@ -22,7 +22,12 @@ from loraplex_services.worker.native.elementwise import Operation, compute
 from loraplex_services.worker.native.isa import TORCH, choose_isa
 from loraplex_services.worker.native.library import ACTIVATION_DTYPES, DTYPE_CODES, open_library
 from loraplex_services.worker.native.pages import WeightMemory
-from loraplex_services.worker.native.program import Program, ProgramMemory, Recorder
+from loraplex_services.worker.native.program import (
+    CannotRecord,
+    Program,
+    ProgramMemory,
+    Recorder,
+)
 from loraplex_services.worker.sampling import fixed_log
 
 logger = logging.getLogger(__name__)
@@ -244,25 +249,26 @@ class Native:
         """Call a kernel. It gets the address of a tensor, and the code of a dtype."""
         getattr(self._kernels, f"lpx_{kernel}")(*map(_word, arguments))
 
-    def record(
-        self, compute: Callable[[], Tensor], memory: ProgramMemory
-    ) -> tuple[Tensor, Program | None]:
-        """Run a pass and record its calls of kernels.
+    def record(self, compute: Callable[[int], Tensor], memory: ProgramMemory) -> Program | None:
+        """Record the kernels that a pass calls, without calling them.
 
         Args:
-            compute: the pass. What it reads must stay at the same addresses for later runs.
+            compute: the pass, given the number of rows. What it reads must stay at the same
+                addresses for later runs.
             memory: where it computes.
 
-        Returns: its result, and the program; None if the pass also computed in torch, or with a
-        kernel that programs cannot call.
+        Returns: the program; None if the pass also computes in torch or with a kernel that programs
+        cannot call, or if its calls depend on the number of rows.
         """
-        with Recorder(self._library, memory) as recorder:
-            self._kernels = recorder
-            try:
-                result = compute()
-            finally:
-                self._kernels = self._library
-        return result, recorder.program(result)
+        recorder = Recorder(self._library, memory)
+        self._kernels = recorder
+        try:
+            return recorder.record(compute)
+        except CannotRecord as error:
+            logger.debug("no program: %s", error)
+            return None
+        finally:
+            self._kernels = self._library
 
     def truncate(self, scores: Tensor, limits: Tensor) -> None:
         """See `sampling.masks.truncate`, which this does in place."""

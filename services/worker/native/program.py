@@ -1,8 +1,10 @@
 """Programs: the kernel calls of a forward pass, recorded once and then run without Python.
 
-A CPU's counterpart of CUDA graphs. A pass is recorded while it computes. Its tensors get memory
-that stays, so that the recorded addresses remain valid. Whoever runs the program later writes new
-inputs where the recorded pass read its own.
+A CPU's counterpart of CUDA graphs. A pass is recorded twice, with few rows and with many, and no
+kernel is called meanwhile. Each argument of a call must be equal in both passes or proportional to
+the number of rows, so the program can run with any number of rows up to the larger one. Its tensors
+get memory that stays, so that the recorded addresses remain valid. Whoever runs the program writes
+new inputs where the recorded passes read theirs.
 """
 
 from __future__ import annotations
@@ -13,6 +15,8 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -20,6 +24,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from loraplex_services.worker.native.arithmetic import Arithmetic
 
+FEW_ROWS = 2
+"""Rows of the smaller pass. With a single row, some strides would look like zero."""
+Words = npt.NDArray[np.int64]
+"""The calls of a pass, as `native/src/program.cpp` reads them."""
 _EMPTY = torch.ops.aten.empty.memory_format
 _FRESH = torch.ops.aten.lift_fresh.default
 """Called by `torch.tensor`, whose memory does not stay."""
@@ -30,9 +38,9 @@ _RESHAPED = torch.ops.aten._unsafe_view.default
 class ProgramMemory:
     """Buffers that the programs of a model share, since they run one after another.
 
-    Within a pass, a tensor takes over the buffer of one that is no longer referenced. A model
-    therefore needs the memory of about one layer. Buffers are large enough for passes of
-    `max_rows` rows.
+    Within a pass, a tensor takes over the buffer of one of the same width that is no longer
+    referenced. A model therefore needs the memory of about one layer. Buffers are large enough for
+    passes of `max_rows` rows. Linux provides their pages when they are first written.
     """
 
     def __init__(self, max_rows: int) -> None:
@@ -63,41 +71,70 @@ class ProgramMemory:
         return own.view(dtype).view(*size)
 
     def _free_buffer(self, row_bytes: int) -> int:
-        """The index of the smallest unused buffer that is large enough; a new one if none is."""
-        free = [
-            (buffer.shape[1], index)
-            for index, (buffer, user) in enumerate(zip(self._buffers, self._users, strict=True))
-            if buffer.shape[1] >= row_bytes and (user is None or user.expired())
-        ]
-        if free:
-            return min(free)[1]
+        """The index of the first unused buffer of this width; a new one if there is none. The
+        first, so that passes of any number of rows use the same buffers."""
+        for index, (buffer, user) in enumerate(zip(self._buffers, self._users, strict=True)):
+            if buffer.shape[1] == row_bytes and (user is None or user.expired()):
+                return index
         self._buffers.append(torch.empty(self.max_rows, row_bytes, dtype=torch.uint8))
         self._users.append(None)
         return len(self._buffers) - 1
 
 
+class CannotRecord(Exception):
+    """A pass does something that programs cannot do."""
+
+
 class Program:
-    """The calls of one pass, which read and write at the addresses of that pass."""
+    """The calls of one pass, for any number of rows up to `memory.max_rows`."""
 
     def __init__(
-        self, library: ctypes.CDLL, words: Sequence[int], memory: object, result: Tensor
+        self,
+        library: ctypes.CDLL,
+        words: tuple[Words, Words],
+        memory: tuple[ProgramMemory, object],
+        result: Tensor,
     ) -> None:
-        """`memory`: what the addresses of the words point into."""
-        self._run = library.lpx_run_program
-        self._words = torch.tensor(words, dtype=torch.int64)
-        self._arguments = self._words.data_ptr(), len(words)
-        self._memory = memory
-        self.result = result
-        """Where each run leaves its result."""
+        """
+        Args:
+            words: of passes with FEW_ROWS and with `memory.max_rows` rows.
+            memory: what the addresses among them point into.
+            result: of the larger pass.
 
-    def run(self) -> None:
-        """Call the kernels."""
-        self._run(*self._arguments)
+        Raises:
+            CannotRecord: the passes do not make the same calls, or an argument depends on the
+                number of rows in another way.
+        """
+        self._run = library.lpx_run_program
+        self._fixed, self._by_row = _split(words, memory[0].max_rows)
+        self._words = np.empty_like(self._fixed)
+        self._memory = memory
+        self._result = result
+
+    def run(self, num_rows: int) -> Tensor:
+        """Call the kernels. Returns the rows of the result, which the next run overwrites."""
+        np.multiply(self._by_row, num_rows, out=self._words)
+        self._words += self._fixed
+        self._run(self._words.ctypes.data, len(self._words))
+        return self._result[:num_rows]
+
+
+def _split(words: tuple[Words, Words], max_rows: int) -> tuple[Words, Words]:
+    """The part of each word that is the same with any number of rows, and the part for each row,
+    of which one is zero."""
+    small, large = words
+    if small.shape != large.shape:
+        raise CannotRecord("a pass makes other calls with more rows")
+    is_fixed = small == large
+    by_row = np.where(is_fixed, 0, small // FEW_ROWS)
+    if not (is_fixed | ((by_row * FEW_ROWS == small) & (by_row * max_rows == large))).all():
+        raise CannotRecord("an argument is not proportional to the number of rows")
+    return np.where(is_fixed, small, 0), by_row
 
 
 class Recorder(TorchDispatchMode):
-    """Calls kernels and lists the calls. While it is entered, torch allocates in `memory`, and the
-    kernel of `arithmetic.py` computes for it where it can."""
+    """Lists calls of kernels instead of making them. While it is entered, torch allocates in
+    `memory`, and a kernel stands for the operators that `arithmetic.py` knows."""
 
     def __init__(self, library: ctypes.CDLL, memory: ProgramMemory) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch has no type here
@@ -106,13 +143,32 @@ class Recorder(TorchDispatchMode):
         self._arithmetic = Arithmetic(self, memory.take)
         self._thread = threading.get_ident()
         self._words: list[int] = []
-        self._is_complete = True
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         """False, because torch would import its compiler at the first operator, only to skip it.
         That takes a second."""
         return False
+
+    def record(self, compute: Callable[[int], Tensor]) -> Program:
+        """See `Native.record`.
+
+        Raises:
+            CannotRecord: no program does the same.
+        """
+        if self._memory.max_rows <= FEW_ROWS:
+            raise CannotRecord("both passes would have the same number of rows")
+        small, _ = self._pass(compute, FEW_ROWS)
+        large, result = self._pass(compute, self._memory.max_rows)
+        memory = self._memory, self._arithmetic.constants
+        return Program(self._library, (small, large), memory, result)
+
+    def _pass(self, compute: Callable[[int], Tensor], num_rows: int) -> tuple[Words, Tensor]:
+        self._memory.begin(num_rows)
+        self._words = []
+        with self:
+            result = compute(num_rows)
+        return np.array(self._words, dtype=np.int64), result
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
@@ -121,16 +177,18 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if function is _EMPTY:
             return self._memory.take(args[0], kwargs["dtype"])
-        computed = self._arithmetic.compute(function, args, kwargs)
-        if computed is not None:
-            return computed
+        recorded = self._arithmetic.compute(function, args, kwargs)
+        if recorded is not None:
+            return recorded
         with self:  # which operators such as `flatten` are made of
             parts = function.decompose(*args, **kwargs)
         if parts is not NotImplemented:
             return parts
+        if function is not _RESHAPED and (not function.is_view or function is _FRESH):
+            raise CannotRecord(f"{function} computes in torch")
         result = function(*args, **kwargs)
-        is_view = function is _RESHAPED or (function.is_view and function is not _FRESH)
-        self._is_complete &= is_view and _share_memory(result, args[0])
+        if not _share_memory(result, args[0]):
+            raise CannotRecord(f"{function} copies")
         return result
 
     def __getattr__(self, name: str) -> Callable[..., None]:
@@ -139,20 +197,15 @@ class Recorder(TorchDispatchMode):
         number = self._library.lpx_kernel_number(name.encode())
 
         def call(*args: float | None) -> None:
-            if threading.get_ident() == self._thread:  # other threads are not part of the pass
+            if threading.get_ident() != self._thread:  # other threads are not part of the pass
+                kernel(*args)
+            elif number < 0:
+                raise CannotRecord(f"programs do not call {name}")
+            else:
                 self._words += [number, *map(_word, args, kernel.argtypes)]
-                self._is_complete &= number >= 0
-            kernel(*args)
 
         setattr(self, name, call)
         return call
-
-    def program(self, result: Tensor) -> Program | None:
-        """What was recorded; None if it is not all that the pass did."""
-        if not self._is_complete:
-            return None
-        memory = self._memory, self._arithmetic.constants
-        return Program(self._library, self._words, memory, result)
 
 
 def _share_memory(result: Any, source: Any) -> bool:

@@ -171,13 +171,7 @@ def _build(
     if isinstance(operators, NativeOperators):
         operators.native.weights.use_huge_pages()
         if ranks.shard.size == 1:
-            programs = StepPrograms(
-                operators.native,
-                model.forward_layers,
-                settings.max_num_seqs,
-                rows_at_once=operators.rows_at_once,
-                is_dense=model.config.moe is None,
-            )
+            programs = StepPrograms(operators.native, model, settings.max_num_batched_tokens)
             model.pass_layers = programs.forward
     gc.freeze()  # what stays need not be walked by full collections: 4% of a step's time
     return TorchRunner(model, kv, loader, layout, info, batches, operators, settings.overlap)

@@ -45,43 +45,52 @@ def drawn(num_rows):
     return torch.randn(num_rows, WIDTH), torch.randn(num_rows, WIDTH)
 
 
-def recorded(compiled, memory, num_rows, compute):
-    """A program over the inputs that come with it."""
-    inputs = drawn(num_rows)
-    memory.begin(num_rows)
-    result, program = compiled.record(lambda: compute(*inputs), memory)
+def recorded(compiled, memory, compute):
+    """A program, and its inputs."""
+    inputs = drawn(MAX_ROWS)
+    program = compiled.record(lambda n: compute(*(value[:n] for value in inputs)), memory)
     assert program is not None
-    assert program.result.data_ptr() == result.data_ptr()
     return program, inputs
 
 
 def run(program, inputs, values):
+    num_rows = len(values[0])
     for ours, new in zip(inputs, values, strict=True):
-        ours.copy_(new)
-    program.run()
-    return program.result.clone()
+        ours.fill_(torch.nan)
+        ours[:num_rows] = new
+    return program.run(num_rows).clone()
 
 
-def test_a_program_computes_the_same_bits_from_new_inputs(compiled, compute):
-    program, inputs = recorded(compiled, ProgramMemory(MAX_ROWS), 4, compute)
-    for _ in range(3):
-        values = drawn(4)
-        expected = compute(*(value.clone() for value in values))
-        program.result.fill_(torch.nan)
-        assert run(program, inputs, values).equal(expected)
+def copies(values):
+    return [value.clone() for value in values]
 
 
-def test_programs_of_all_sizes_share_a_memory(compiled, compute):
-    memory = ProgramMemory(MAX_ROWS)
-    programs = {2: recorded(compiled, memory, 2, compute)}
-    num_bytes = memory.num_bytes
-    programs |= {n: recorded(compiled, memory, n, compute) for n in (1, 6, 3)}
-    assert memory.num_bytes == num_bytes
-    for num_rows in (6, 1, 2, 3):
+def test_a_program_computes_the_same_bits_with_any_number_of_rows(compiled, compute):
+    program, inputs = recorded(compiled, ProgramMemory(MAX_ROWS), compute)
+    for num_rows in (4, 1, MAX_ROWS, 2, 5, 1):
         values = drawn(num_rows)
-        expected = compute(*(value.clone() for value in values))
-        program, inputs = programs[num_rows]
+        expected = compute(*copies(values))
+        program.run(MAX_ROWS).fill_(torch.nan)
         assert run(program, inputs, values).equal(expected)
+
+
+def test_recording_calls_no_kernel(compiled, compute):
+    memory, inputs = ProgramMemory(MAX_ROWS), drawn(MAX_ROWS)
+    before = copies(inputs)
+    program = compiled.record(lambda n: compute(*(value[:n] for value in inputs)), memory)
+    assert program is not None
+    assert all(ours.equal(was) for ours, was in zip(inputs, before, strict=True))
+
+
+def test_programs_share_a_memory(compiled, compute):
+    memory = ProgramMemory(MAX_ROWS)
+    first, inputs = recorded(compiled, memory, compute)
+    num_bytes = memory.num_bytes
+    second, others = recorded(compiled, memory, lambda x, update: compute(update, x))
+    assert memory.num_bytes == num_bytes
+    values = drawn(3)
+    assert run(first, inputs, values).equal(compute(*copies(values)))
+    assert run(second, others, values).equal(compute(*reversed(copies(values))))
 
 
 def test_a_deeper_pass_needs_no_more_memory(compiled, compute):
@@ -94,24 +103,24 @@ def test_a_deeper_pass_needs_no_more_memory(compiled, compute):
         return function
 
     memory = ProgramMemory(MAX_ROWS)
-    recorded(compiled, memory, 4, deep(1))
+    recorded(compiled, memory, deep(1))
     num_bytes = memory.num_bytes
-    program, inputs = recorded(compiled, memory, 4, deep(9))
+    program, inputs = recorded(compiled, memory, deep(9))
     assert memory.num_bytes <= 2 * num_bytes
     values = drawn(4)
-    expected = deep(9)(*(value.clone() for value in values))
+    expected = deep(9)(*copies(values))
     assert run(program, inputs, values).equal(expected)
 
 
 def test_a_view_keeps_the_memory_of_its_tensor(compiled, compute):
     def function(x, update):
-        first = compute(x, update)[:2]
+        first = compute(x, update)[:, 8:]
         compute(x, update)
         return compiled.elementwise(Operation.SILU, *first.chunk(2, dim=1))
 
-    program, inputs = recorded(compiled, ProgramMemory(MAX_ROWS), 4, function)
+    program, inputs = recorded(compiled, ProgramMemory(MAX_ROWS), function)
     values = drawn(4)
-    expected = function(*(value.clone() for value in values))
+    expected = function(*copies(values))
     assert run(program, inputs, values).equal(expected)
 
 
@@ -122,20 +131,39 @@ def test_a_view_keeps_the_memory_of_its_tensor(compiled, compute):
         lambda x: x.neg_(),
         lambda x: x.add(x, alpha=2),
         lambda x: x.double() * 2,
-        lambda x: x.view(2, 2, -1, 4).permute(3, 2, 1, 0) * 2,
+        lambda x: x.view(len(x), 2, -1, 4).permute(3, 2, 1, 0) * 2,
         lambda x: torch.tensor([1.0]),
     ],
     ids=["function", "in place", "scaled", "wider type", "permuted", "constant"],
 )
 def test_a_pass_that_computes_in_torch_has_no_program(compiled, compute, in_torch):
-    memory, values = ProgramMemory(MAX_ROWS), drawn(4)
-    memory.begin(4)
-    expected = in_torch(compute(*(value.clone() for value in values)))
-    result, program = compiled.record(lambda: in_torch(compute(*values)), memory)
+    inputs = drawn(MAX_ROWS)
+    program = compiled.record(
+        lambda n: in_torch(compute(*(value[:n] for value in inputs))), ProgramMemory(MAX_ROWS)
+    )
     assert program is None
-    assert result.equal(expected)
 
 
+@pytest.mark.parametrize(
+    "irregular",
+    [
+        lambda compute, x, update: compute(x[1:], update[1:]),
+        lambda compute, x, update: compute(compute(x, update), update) if len(x) > 4 else x,
+        lambda compute, x, update: compute(x[: len(x) // 4 + 1], update[: len(x) // 4 + 1]),
+        lambda compute, x, update: compute(x, torch.empty(WIDTH, dtype=x.dtype).expand(len(x), -1)),
+    ],
+    ids=["all but one row", "more calls", "a part of the rows", "a tensor of another size"],
+)
+def test_calls_that_are_not_proportional_to_the_rows_have_no_program(compiled, compute, irregular):
+    inputs = drawn(MAX_ROWS)
+    memory = ProgramMemory(MAX_ROWS)
+    program = compiled.record(
+        lambda n: irregular(compute, *(value[:n] for value in inputs)), memory
+    )
+    assert program is None
+
+
+@pytest.mark.parametrize("num_rows", [1, 5])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     "in_torch",
@@ -162,41 +190,41 @@ def test_a_pass_that_computes_in_torch_has_no_program(compiled, compute, in_torc
         "parts",
     ],
 )
-def test_sums_products_and_copies_have_the_bits_of_torch(compiled, in_torch, dtype):
-    def as_dtype():
-        return [(9 * value).to(dtype) for value in drawn(4)]
+def test_sums_products_and_copies_have_the_bits_of_torch(compiled, in_torch, dtype, num_rows):
+    def as_dtype(num_rows):
+        return [(9 * value).to(dtype) for value in drawn(num_rows)]
 
-    memory, inputs = ProgramMemory(MAX_ROWS), as_dtype()
-    memory.begin(4)
-    _, program = compiled.record(lambda: in_torch(*inputs), memory)
+    inputs = as_dtype(MAX_ROWS)
+    program = compiled.record(
+        lambda n: in_torch(*(value[:n] for value in inputs)), ProgramMemory(MAX_ROWS)
+    )
     assert program is not None
-    values = as_dtype()
-    expected = in_torch(*(value.clone() for value in values))
+    values = as_dtype(num_rows)
+    expected = in_torch(*copies(values))
     ours = run(program, inputs, values)
     assert ours.dtype is expected.dtype and ours.equal(expected)
 
 
 def test_views_are_no_computation(compiled, compute):
-    memory = ProgramMemory(MAX_ROWS)
-    memory.begin(4)
-    x, update = torch.cat(drawn(4), dim=1).split(WIDTH, dim=1)
-    result, program = compiled.record(
-        lambda: compute(x.view(4, WIDTH), update[:, :]).view(2, -1), memory
-    )
+    inputs = torch.cat(drawn(MAX_ROWS), dim=1)
+
+    def function(num_rows):
+        x, update = inputs[:num_rows].split(WIDTH, dim=1)
+        return compute(x.view(num_rows, WIDTH), update[:, :]).view(num_rows, 2, -1)
+
+    program = compiled.record(function, ProgramMemory(MAX_ROWS))
     assert program is not None
-    assert result.shape == (2, 2 * WIDTH)
+    assert program.run(3).shape == (3, 2, WIDTH // 2)
 
 
 def test_a_kernel_that_programs_cannot_call_prevents_one(compiled):
-    memory, scores = ProgramMemory(MAX_ROWS), torch.randn(2, WIDTH)
-    limits = torch.tensor([[0.0, 1.0, 0.0]] * 2)
-    memory.begin(2)
+    scores, limits = torch.randn(MAX_ROWS, WIDTH), torch.zeros(MAX_ROWS, 3)
 
-    def compute():
-        compiled.call("truncate", scores, WIDTH, limits, 2)
-        return scores
+    def compute(num_rows):
+        compiled.call("truncate", scores, WIDTH, limits, num_rows)
+        return scores[:num_rows]
 
-    assert compiled.record(compute, memory)[1] is None
+    assert compiled.record(compute, ProgramMemory(MAX_ROWS)) is None
 
 
 def test_calls_of_other_threads_are_not_recorded(compiled, compute):
@@ -207,25 +235,23 @@ def test_calls_of_other_threads_are_not_recorded(compiled, compute):
             pool.submit(compute, *others).result()
             return compute(x, update)
 
-        program, inputs = recorded(compiled, memory, 4, while_another_computes)
+        program, inputs = recorded(compiled, memory, while_another_computes)
     values = drawn(4)
-    expected = compute(*(value.clone() for value in values))
+    expected = compute(*copies(values))
     before = [other.clone() for other in others]
     assert run(program, inputs, values).equal(expected)
     assert all(other.equal(was) for other, was in zip(others, before, strict=True))
 
 
 def test_a_recording_that_fails_leaves_the_library_as_it_was(compiled, compute):
-    memory = ProgramMemory(MAX_ROWS)
-    memory.begin(4)
 
-    def fail():
+    def fail(num_rows):
         raise ValueError("no result")
 
     with pytest.raises(ValueError, match="no result"):
-        compiled.record(fail, memory)
+        compiled.record(fail, ProgramMemory(MAX_ROWS))
     values = drawn(4)
-    expected = compute(*(value.clone() for value in values))
+    expected = compute(*copies(values))
     assert compute(*values).equal(expected)
 
 

@@ -291,7 +291,8 @@ LPX_EXPORT void lpx_attend(const void* q, const void* k, const void* v, void* ke
                                                 static_cast<Stored*>(keys),
                                                 static_cast<Stored*>(values),
                                                 static_cast<T*>(y)};
-            run(call, static_cast<const Sequence*>(sequences), num_sequences,
+            const Sequence* all = static_cast<const Sequence*>(sequences);
+            run(call, all, num_with_tokens(all, num_sequences),
                 static_cast<const int64_t*>(task_ends));
         };
         switch (static_cast<const Layout*>(layout)->stored) {

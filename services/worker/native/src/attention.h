@@ -8,6 +8,12 @@ struct Sequence {
     int64_t row, num_tokens, start, blocks;  // blocks: address of int64 ids from position 0 on
 };
 
+// Programs have as many sequences as rows, of which the last ones may have no tokens.
+inline int64_t num_with_tokens(const Sequence* sequences, int64_t num_sequences) {
+    while (num_sequences > 0 && sequences[num_sequences - 1].num_tokens == 0) --num_sequences;
+    return num_sequences;
+}
+
 struct Layout {
     int64_t num_heads, num_kv_heads, head_dim;
     int64_t block_tokens, block_stride;  // items from a plane's block to the next

@@ -288,8 +288,6 @@ void attend(RowProducts& products, const AttentionCall<bf16, Stored>& call, cons
 template <class Stored>
 void run(const AttentionCall<bf16, Stored>& call, const Sequence* all, int64_t num_sequences) {
     const Layout& l = call.layout;
-    // Programs have sequences without tokens at the end, which would make the shares of threads unequal.
-    while (num_sequences > 0 && all[num_sequences - 1].num_tokens == 0) --num_sequences;
     const int64_t group = l.num_heads / l.num_kv_heads;
     const int64_t queries = group < kTaskRows<Stored> ? kTaskRows<Stored> / group : 1;
     static thread_local std::vector<QueryTask> tasks;
@@ -336,7 +334,8 @@ LPX_EXPORT void lpx_attend_tiles(const void* q, const void* k, const void* v, vo
                                                static_cast<Stored*>(keys),
                                                static_cast<Stored*>(values),
                                                static_cast<bf16*>(y)};
-        run(call, static_cast<const Sequence*>(sequences), num_sequences);
+        const Sequence* all = static_cast<const Sequence*>(sequences);
+        run(call, all, num_with_tokens(all, num_sequences));
     };
     switch (l.stored) {
         case kInt8: return with_stored(int8_t());

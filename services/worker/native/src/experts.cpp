@@ -10,6 +10,7 @@
 #include "activations.h"
 #include "kernels.h"
 #include "pool.h"
+#include "runs.h"
 #include "vec.h"
 
 namespace lpx {
@@ -29,9 +30,6 @@ struct Codes {
 };
 struct Expert {
     Linear gate_up, down;
-};
-struct Run {
-    int64_t record, begin, end, coef;
 };
 struct Gate {
     int64_t operation;  // of `lpx_elementwise`, or kClamped
@@ -204,9 +202,11 @@ LPX_EXPORT void lpx_choose_experts(const void* scores, int64_t lds, int64_t dtyp
 LPX_EXPORT void lpx_experts(const void* x, int64_t ldx, const void* chosen, const void* weights,
                             int64_t num_active, const void* experts, int64_t num_experts,
                             int64_t hidden, int64_t width, int64_t gate, double alpha, double limit,
-                            void* y, int64_t ldy, int64_t dtype, int64_t num_rows, const void* runs,
-                            int64_t num_runs) {
+                            void* y, int64_t ldy, int64_t dtype, int64_t num_rows,
+                            const void* all_runs, int64_t num_all_runs) {
     using namespace lpx;
+    const Run* runs = static_cast<const Run*>(all_runs);
+    const int64_t num_runs = num_with_rows(runs, num_all_runs);
     static thread_local Work work_of_thread;
     Work& work = work_of_thread;
     sort_pairs(work, static_cast<const int64_t*>(chosen), static_cast<const float*>(weights),
@@ -230,7 +230,7 @@ LPX_EXPORT void lpx_experts(const void* x, int64_t ldx, const void* chosen, cons
                 std::memcpy(in + i * hidden, static_cast<const T*>(x) + rows[i] * ldx,
                             hidden * sizeof(T));
             });
-            select_runs(work, static_cast<const Run*>(runs), num_runs, rows, rows + n);
+            select_runs(work, runs, num_runs, rows, rows + n);
             apply(work, expert.gate_up, in, hidden, both, 2 * width, dtype, n);
             gate_rows(own, both, inner, dtype, n, width);
             apply(work, expert.down, inner, width, out, hidden, dtype, n);

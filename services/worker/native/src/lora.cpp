@@ -201,9 +201,10 @@ void add_rows(const Segment& segment, const Use* used, In<bf16>& in, bf16* y, in
 // adapters have segments only below `num_all`.
 template <class T, class Add>
 void add_all(const T* x, int64_t ldx, int64_t num_inputs, T* y, int64_t ldy, int64_t num_outputs,
-             int64_t site, const void* runs, int64_t num_runs, int64_t num_all, const Add& add) {
+             int64_t site, const void* all_runs, int64_t num_runs, int64_t num_all, const Add& add) {
     static thread_local Work work;
-    list_uses(work, static_cast<const Run*>(runs), num_runs, site);
+    const Run* runs = static_cast<const Run*>(all_runs);
+    list_uses(work, runs, num_with_rows(runs, num_runs), site);
     if (work.uses.empty() && num_all == 0) return;
     cut(work, num_all);
     divide(work);

@@ -5,6 +5,7 @@
 
 #include "abi.h"
 #include "pool.h"
+#include "runs.h"
 
 namespace lpx {
 
@@ -29,11 +30,7 @@ struct Entry {
     const Tile* gains() const { return lora_biases() + num_lora_biases; }
     const Tile* biases() const { return gains() + num_gains; }
 };
-struct Run {
-    int64_t record, begin, end;
-    double coef;
-};
-static_assert(sizeof(Entry) == 7 * 8 && sizeof(Tile) == 6 * 8 && sizeof(Run) == 4 * 8, "layout");
+static_assert(sizeof(Entry) == 7 * 8 && sizeof(Tile) == 6 * 8, "layout");
 
 // Word 0 of a record is its number of sites; words 1.. are each site's entry as a word offset, or 0.
 inline const Entry* entry_of(const Run& run, int64_t site) {

@@ -234,6 +234,8 @@ LPX_EXPORT void lpx_delta_net(const void* qkv, int64_t ldq, const void* a, int64
     const States states{static_cast<float*>(arena), static_cast<const int64_t*>(sources),
                         static_cast<const int64_t*>(targets), static_cast<const int64_t*>(words),
                         static_cast<const int64_t*>(row_ends)};
+    // Programs have as many rows as tokens, of which the last ones may have no spans.
+    while (num_rows > 1 && states.row_ends[num_rows - 2] == states.row_ends[num_rows - 1]) --num_rows;
     const int64_t channels = shape.channels();
     const int64_t pieces = (channels + kTaskChannels - 1) / kTaskChannels;
     with_activation(dtype, [&](auto t) {
