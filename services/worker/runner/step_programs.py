@@ -26,6 +26,9 @@ from loraplex_services.worker.ops.lora.cpu_records import RUN_WORDS
 from loraplex_services.worker.ops.lora.worklist import LoraBatch
 from loraplex_services.worker.ops.rope.torch import CosSin
 
+MAX_ROWS = 2048
+"""Of larger steps, Python takes a share that is not worth the memory."""
+
 
 class Kind(NamedTuple):
     """Steps that one program computes."""
@@ -49,8 +52,8 @@ class StepPrograms:
         """`max_rows`: the most rows of a step."""
         self._native = native
         self._model = model
-        self._memory = ProgramMemory(max_rows)
-        self._inputs = _Inputs(max_rows)
+        self._memory = ProgramMemory(min(max_rows, MAX_ROWS))
+        self._inputs = _Inputs(self._memory.max_rows)
         self._programs: dict[Kind, Recorded | None] = {}
         """None = such steps cannot be recorded."""
 

@@ -247,6 +247,7 @@ void attend(const AttentionCall<T, Stored>& call, const Sequence& sequence, int6
 template <class T, class Stored>
 void run(const AttentionCall<T, Stored>& call, const Sequence* sequences, int64_t num_sequences,
          const int64_t* task_ends) {
+    if (num_sequences == 0) return;
     const int64_t num_kv_heads = call.layout.num_kv_heads;
     parallel_for(num_sequences, [&](int64_t i) {
         for (int64_t t = 0; t < sequences[i].num_tokens; ++t) write_token(call, sequences[i], t);
