@@ -86,6 +86,13 @@ def test_kernels_are_right_under_the_interpreter(marks):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.long
+@pytest.mark.timeout(1500)
+def test_steps_launch_kernels_that_compile_and_compile_none_after_the_start():
+    done = run(["-m", "tests.worker.ops.triton.no_device"], False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 @pytest.fixture(scope="module", params=["some", pytest.param("all", marks=pytest.mark.long)])
 def compiled(request):
     """Compiling a kernel takes a second, so most are compiled for one generation of GPUs here."""

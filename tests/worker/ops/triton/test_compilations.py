@@ -55,6 +55,15 @@ SAMPLING = (
     {"prompt_logprobs": 2},
 )
 
+SETTINGS = (
+    ("bfloat16", "none", "auto"),
+    ("bfloat16", "none", "fp8"),
+    ("bfloat16", "fp8", "auto"),
+    ("bfloat16", "int4", "int8"),
+    ("float32", "none", "auto"),
+)
+"""Dtype, scheme of quantisation, and what keys and values are stored as."""
+
 pytestmark = pytest.mark.skipif(INTERPRETING, reason="the interpreter compiles nothing")
 
 
@@ -76,11 +85,11 @@ def test_a_compilation_is_counted_once():
 class Steps:
     """A runner with one adapter of every rank, and its free blocks."""
 
-    def __init__(self, root, dtype, quantization, kept):
+    def __init__(self, root, dtype, quantization, kept, device="cuda"):
         base = write_base(root / "base", max_position_embeddings=4096)
         self.runner = build_runner(
             base,
-            device="cpu" if INTERPRETING else "cuda",
+            device=device,
             dtype=dtype,
             arena_bytes=64 << 20,
             host_cache_bytes=HOST_CACHE_BYTES,
@@ -153,27 +162,14 @@ class Steps:
             rows.append((self.request(prompt, 0, {}), self.slots()))
         self.step(rows)
 
-
-@pytest.mark.timeout(400)
-@pytest.mark.parametrize(
-    ("dtype", "quantization", "kept"),
-    [
-        ("bfloat16", "none", "auto"),
-        ("bfloat16", "none", "fp8"),
-        ("bfloat16", "fp8", "auto"),
-        ("bfloat16", "int4", "int8"),
-        ("float32", "none", "auto"),
-    ],
-)
-def test_no_step_compiles_anything_after_the_start(dtype, quantization, kept, tmp_path):
-    steps = Steps(tmp_path, dtype, quantization, kept)
-    with counted_compilations() as names:
+    def run_all(self):
+        """Steps of all sizes, lengths and kinds."""
         for length in (*LENGTHS, *LONG):
-            steps.prompts([length])
+            self.prompts([length])
         for lengths in ([300, 1, 17], [512] * 4, [5] * 40, [1024, 1023], [2, 2046]):
-            steps.prompts(lengths)
+            self.prompts(lengths)
         for length in (1, 40, 2048):
-            steps.pools(length)
+            self.pools(length)
         for count, context in (
             (1, 3),
             (2, 40),
@@ -183,8 +179,16 @@ def test_no_step_compiles_anything_after_the_start(dtype, quantization, kept, tm
             (64, 100),
             (1, 4000),
         ):
-            steps.decodes(count, context)
-            steps.decodes(count, context, prompt=70)
-        steps.decodes(257, 5)
-        steps.decodes(8, 20, prompt=1100)
+            self.decodes(count, context)
+            self.decodes(count, context, prompt=70)
+        self.decodes(257, 5)
+        self.decodes(8, 20, prompt=1100)
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("setting", SETTINGS, ids="-".join)
+def test_no_step_compiles_anything_after_the_start(setting, tmp_path):
+    steps = Steps(tmp_path, *setting)
+    with counted_compilations() as names:
+        steps.run_all()
     assert names == []
