@@ -6,6 +6,7 @@ A pause applies only to this gateway; trainers call every server that they know.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
@@ -80,10 +81,20 @@ class PauseEndpoints:
                     "only the first admin key may pause all models; name one of yours with model="
                 )
             return EVERYTHING
-        scope = parse_name(model, caller.tenant, field="model")
+        scope = _adapter(model, caller.tenant)
         if scope[0] != caller.tenant and not sees_all_adapters(caller):
             raise PermissionDenied("only its own tenant's admin may pause an adapter")
         return scope
+
+
+def _adapter(model: str, tenant: str) -> Adapter:
+    """The adapter that `model` names. Raises: InvalidRequest, also if it names a version or tag."""
+    name = re.split("[:@]", model, maxsplit=1)[0]
+    adapter = parse_name(name, tenant, field="model")
+    if name != model:
+        why = f"a pause applies to all versions of an adapter; try {name!r}"
+        raise InvalidRequest.field("model", model[:256], why)
+    return adapter
 
 
 def _mode(request: Request) -> PauseMode:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import httpx2 as httpx
+import pytest
 
 from tests.gateway.conftest import Stack, eventually
 from tests.gateway.http.live import (
@@ -134,3 +135,16 @@ async def test_a_deadline_passes_during_a_pause_too(live: Stack) -> None:
     await post(live, "/pause")
     live.running._generation._max_request_s = 0.2
     assert (await start(live)).status_code == 504
+
+
+@pytest.mark.parametrize("selector", [":v1", ":prod", "@sha256:12"])
+@pytest.mark.parametrize("path", ["/pause", "/resume"])
+async def test_a_pause_of_one_version_is_refused_with_the_name_to_use(
+    live: Stack, path: str, selector: str
+) -> None:
+    answer = await post(live, path, model=f"policy{selector}")
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert error["param"] == "model"
+    assert "all versions" in error["message"]
+    assert error["message"].endswith("try 'policy'")
