@@ -220,8 +220,8 @@ def add_when_loaded(parser: argparse.ArgumentParser) -> None:
         metavar="TIME",
         type=seconds,
         default=0.0,
-        help="move the tags only after workers have loaded the version, within TIME (5m if TIME "
-        "is not given)",
+        help="move the tags only after workers have loaded the version, within 5m; another limit "
+        "needs the form --when-loaded=TIME, with '=', such as --when-loaded=90s",
     )
     parser.add_argument(
         "--wait",
