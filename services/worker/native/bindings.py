@@ -258,7 +258,7 @@ class Native:
             memory: where it computes.
 
         Returns: the program; None if the pass also computes in torch or with a kernel that programs
-        cannot call, or if its calls depend on the number of rows.
+        cannot call, or if an argument is neither constant nor proportional to the number of rows.
         """
         recorder = Recorder(self._library, memory)
         self._kernels = recorder
