@@ -208,10 +208,11 @@ def _record(session: UploadSession, inspected: Inspected, files: Sequence[File])
 
 
 def _same_content(record: VersionRecord, wanted: VersionRecord) -> bool:
-    """Same digest, and the same files that decoding does not need."""
+    """Same digest, for the same base, and the same files that decoding does not need."""
     return (
         not record.deleted
         and record.digest == wanted.digest
+        and record.base_id == wanted.base_id
         and _extra_files(record) == _extra_files(wanted)
     )
 

@@ -114,6 +114,17 @@ async def test_another_readme_is_another_version_with_the_same_digest(registry: 
     assert (done.version.version, done.version.digest) == (2, first.version.digest)
 
 
+async def test_the_same_content_for_another_base_is_another_version(registry: Registry) -> None:
+    await registry.bases.register(tiny_base("example/twin"), replace=False)
+    first = await publish(registry, "sql", 1, base_id="example/tiny")
+    second = await publish(registry, "sql", 1, base_id="example/twin")
+    again = await publish(registry, "sql", 1, base_id="example/twin")
+    assert (second.version.version, second.version.digest) == (2, first.version.digest)
+    assert (again.version.version, again.created) == (2, False)
+    found = await registry.lookup.resolve(parse_ref("sql"), ROOT)
+    assert found.version.base_id == "example/twin"
+
+
 async def test_no_latest_leaves_latest_alone(registry: Registry) -> None:
     first = await publish(registry, "sql", 1)
     await publish(registry, "sql", 2, "canary", latest=False)
