@@ -93,7 +93,8 @@ def _draw(lines: list[str]) -> None:
 
 
 def screen(status: Status, key: str, num_columns: int, num_lines: int) -> list[str]:
-    """The lines of the screen: at most `num_lines`, cut to `num_columns` characters (0 = not cut).
+    """The lines of the screen: at most `num_lines`, cut to `num_columns` characters. 0 columns mean
+    that there is no terminal, and so no keys to press and nothing to cut.
 
     Args:
         key: of the order of adapters.
@@ -103,7 +104,7 @@ def screen(status: Status, key: str, num_columns: int, num_lines: int) -> list[s
         tail = ["", "Use the first admin key to see rates, errors and the adapters in use."]
     else:
         space = max(2, num_lines - len(head) - 3)
-        tail = ["", *_models(status.recent, key, space), "", _KEYS]
+        tail = ["", *_models(status.recent, key, space), *(["", _KEYS] if num_columns else [])]
     lines = [*head, *tail][:num_lines]
     return [line[:num_columns] for line in lines] if num_columns else lines
 

@@ -119,7 +119,7 @@ def test_a_name_is_shown_as_it_was_first_published(registry: Any) -> None:
     registry.json("share", "night-shift", "--public")
     registry.json("describe", "night-shift", "Answers at night.")
     code, error = registry.error("delete", "night-shift:v1")
-    assert "default/Night-Shift:v1 has the tag" in error["message"]
+    assert "Night-Shift:v1 has the tags canary, prod; move them first" in error["message"]
     code, error = registry.error("tag", "night-shift:v1", "prod", "--expect", "none")
     assert code == 4 and error["message"].startswith("default/Night-Shift:prod is v1 sha256:")
     code, error = registry.error("split", "night-shift", "prod", "v1=1", "v9=1")

@@ -43,6 +43,11 @@ def test_it_fits_the_terminal(num_workers: int, num_columns: int, num_lines: int
     assert max(map(len, lines)) <= num_columns
 
 
+def test_keys_are_named_on_a_terminal_only() -> None:
+    assert screen(_status(), "t", 200, 60)[-1].startswith("keys: ")
+    assert not any(line.startswith("keys: ") for line in screen(_status(), "t", 0, 60))
+
+
 def test_it_shows_rates_latency_errors_and_the_worker_that_is_away_first() -> None:
     text = "\n".join(screen(_status(), "t", 0, 40))
     assert "2.0 requests/s, 200.0 generated tokens/s, 100.0 prompt tokens/s over 60 s" in text

@@ -96,7 +96,7 @@ async def test_base_whose_id_is_taken_ends_the_start_with_the_way_out(neighbours
     _, errors = await asyncio.to_thread(process.communicate, None, 30)
     assert process.returncode == 4
     assert "refuses base 'base': 'base' is the name of an adapter" in errors
-    assert "--served-model-name" in errors
+    assert "(LORAPLEX_SERVED_MODEL_NAME of the worker)" in errors
 
 
 def _answers(port: int) -> bool:

@@ -13,7 +13,7 @@ from loraplex_services.gateway.registry.link import RegistryLink
 logger = logging.getLogger(__name__)
 
 _RETRY_S = 1.0
-_WAY_OUT = "--served-model-name or LORAPLEX_SERVED_MODEL_NAME of the worker"
+_WAY_OUT = "LORAPLEX_SERVED_MODEL_NAME of the worker"
 
 
 class BaseRegistrar:

@@ -81,9 +81,10 @@ class Deletion:
             if tag.tag != LATEST and any(target.version == number for target in tag.targets)
         ]
         if holders:
+            names = ", ".join(sorted(holders))
+            tags, them = ("tag", "it") if len(holders) == 1 else ("tags", "them")
             raise Blocked(
-                f"{version.ref} has the tag {', '.join(sorted(holders))}; move it "
-                "first, or use --force",
+                f"{version.ref} has the {tags} {names}; move {them} first, or use --force",
                 reason="VERSION_IS_TAGGED",
             )
 
