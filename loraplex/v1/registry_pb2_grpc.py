@@ -377,7 +377,7 @@ class RegistryServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ListTenants(self, request, context):
-        """ListTenants lists tenants with their quotas and usage.
+        """ListTenants lists the tenants that were set or own an adapter, with quotas and usage.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Collection
 
@@ -11,6 +12,7 @@ from loraplex_services.common.limits import DIVERGENCE, FAIRNESS_WEIGHT, QUOTA, 
 from loraplex_services.common.objects import ObjectStore
 from loraplex_services.registry import layout
 from loraplex_services.registry.index.catalog import Catalog
+from loraplex_services.registry.index.redis_calls import CatalogDown
 from loraplex_services.registry.records import TenantRecord
 
 FIELDS = tuple(
@@ -70,6 +72,19 @@ class Tenants:
         """Every tenant that was set, ordered by id. Damaged records are logged and left out."""
         names = [item.key async for item in self._store.list_objects(layout.TENANTS)]
         return await documents.read_intact(self._store, names, TenantRecord)
+
+    async def names(self) -> set[str]:
+        """Ids of all tenants that were set or own an adapter. Those that own one are missing while
+        the index is down."""
+        low, names = "-", {record.tenant for record in await self.all()}
+        with contextlib.suppress(CatalogDown):
+            while found := (
+                await self._catalog.page("names", low, "+", 1, which="current")
+            ).adapters:
+                tenant = found[0][0].partition("/")[0]
+                names.add(tenant)
+                low = f"[{tenant}0"  # After all of its adapters, because "0" follows "/".
+        return names
 
     async def begin_upload(
         self, limits: TenantRecord, upload: str, num_bytes: int, *, may_exist: bool = False

@@ -219,7 +219,7 @@ class AdminService(registry_pb2_grpc.RegistryServiceServicer):
             access.require("admin", request.tenant or None)
         names = {request.tenant or access.tenant}
         if access.sees_all and not request.tenant:
-            names |= {record.tenant for record in await self._registry.tenants.all()}
+            names |= await self._registry.tenants.names()
         return pb.ListTenantsResponse(tenants=[await self._tenant(name) for name in sorted(names)])
 
     async def SetSharing(
