@@ -141,7 +141,8 @@ def check_tag(tag: str, *, field: str = "tag", before: str = "") -> str:
     raise InvalidRequest.field(
         field,
         tag,
-        "tags are 1-64 lower-case letters, digits, '_', '.' or '-' and do not begin with '.' or '-'; "
+        "tags are 1-64 lower-case letters, digits, '_', '.' or '-' and do not begin with '.' or "
+        "'-'; "
         f"try {before + fixed!r}",
     )
 
