@@ -73,7 +73,7 @@ class Tenants:
         names = [item.key async for item in self._store.list_objects(layout.TENANTS)]
         return await documents.read_intact(self._store, names, TenantRecord)
 
-    async def names(self) -> set[str]:
+    async def names(self) -> frozenset[str]:
         """Ids of all tenants that were set or own an adapter. Those that own one are missing while
         the index is down."""
         low, names = "-", {record.tenant for record in await self.all()}
@@ -84,7 +84,7 @@ class Tenants:
                 tenant = found[0][0].partition("/")[0]
                 names.add(tenant)
                 low = f"[{tenant}0"  # After all of its adapters, because "0" follows "/".
-        return names
+        return frozenset(names)
 
     async def begin_upload(
         self, limits: TenantRecord, upload: str, num_bytes: int, *, may_exist: bool = False
