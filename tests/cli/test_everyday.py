@@ -125,7 +125,7 @@ def test_a_name_is_shown_as_it_was_first_published(registry: Any) -> None:
     code, error = registry.error("split", "night-shift", "prod", "v1=1", "v9=1")
     assert code == 7 and "'default/Night-Shift:v9'" in error["message"]
     code, error = registry.error("history", "night-shift", "absent")
-    assert code == 7 and "no tag default/Night-Shift:absent" in error["message"]
+    assert code == 7 and "default/Night-Shift has no tag absent (tags: " in error["message"]
     log = [json.loads(entry) for entry in registry("audit", "--json").stdout.splitlines()]
     subjects = {e["subject"] for e in log if "night-shift" in e["subject"].lower()}
     assert subjects == {

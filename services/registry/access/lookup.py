@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from loraplex.errors import AdapterNotFound
-from loraplex.refs import Ref, split_choice, why_missing
+from loraplex.refs import Ref, parse_ref, split_choice, why_missing
 from loraplex_services.common import documents
 from loraplex_services.common.callers import note_read
 from loraplex_services.common.objects import ObjectStore
@@ -87,10 +88,24 @@ class Lookup:
         if is_visible:  # What is hidden may not be told from what is missing.
             note_read.get()(found.num_documents)
         if version is None or not is_visible:
-            raise await self._missing(ref, access)
+            raise await self.missing(ref, access)
         return ResolvedVersion(version, found.adapter, found.tags)
 
-    async def _missing(self, ref: Ref, access: Access) -> AdapterNotFound:
+    @contextlib.asynccontextmanager
+    async def explained(self, access: Access) -> AsyncIterator[None]:
+        """Let errors of a call that changes an adapter say which versions, tags and names exist.
+
+        Raises:
+            AdapterNotFound: as the call does, with a hint.
+        """
+        try:
+            yield
+        except AdapterNotFound as error:
+            if error.hint:
+                raise
+            raise await self.missing(parse_ref(error.ref), access) from None
+
+    async def missing(self, ref: Ref, access: Access) -> AdapterNotFound:
         """The error that says what is missing. Whatever it is, the same is looked up, so that the
         time it takes does not tell whether another tenant has a private adapter."""
         found = await self.newest(ref.tenant, ref.name)

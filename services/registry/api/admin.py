@@ -234,7 +234,8 @@ class AdminService(registry_pb2_grpc.RegistryServiceServicer):
             tuple(check_tenant(other, field="shared_with") for other in request.shared_with),
             request.pullable if request.HasField("pullable") else None,
         )
-        record = await self._registry.sharing.set(tenant, name, wanted, access.actor)
+        async with self._registry.lookup.explained(access):
+            record = await self._registry.sharing.set(tenant, name, wanted, access.actor)
         return convert.sharing_to_proto(record)
 
     async def DescribeAdapter(
@@ -248,14 +249,15 @@ class AdminService(registry_pb2_grpc.RegistryServiceServicer):
         if (num_removed := len(request.remove_labels)) > MAX_LABELS:
             why = f"an adapter has at most {MAX_LABELS} labels"
             raise InvalidRequest.field("remove_labels", f"{num_removed} keys", why)
-        record = await self._registry.sharing.describe(
-            tenant,
-            name,
-            request.description if request.HasField("description") else None,
-            request.set_labels,
-            request.remove_labels,
-            access.actor,
-        )
+        async with self._registry.lookup.explained(access):
+            record = await self._registry.sharing.describe(
+                tenant,
+                name,
+                request.description if request.HasField("description") else None,
+                request.set_labels,
+                request.remove_labels,
+                access.actor,
+            )
         return pb.DescribeAdapterResponse(description=record.description, labels=record.labels)
 
     async def CheckKey(self, request: pb.CheckKeyRequest, context: Any) -> pb.CheckKeyResponse:

@@ -6,8 +6,8 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from loraplex.api.registry import TagTarget
-from loraplex.errors import InvalidRequest, NotFound, Unsupported
-from loraplex.refs import check_name, check_tag, check_tenant, parse_name, parse_ref
+from loraplex.errors import InvalidRequest, Unsupported
+from loraplex.refs import Ref, check_name, check_tag, check_tenant, parse_name, parse_ref
 from loraplex.v1 import registry_pb2 as pb
 from loraplex.v1 import registry_pb2_grpc
 from loraplex_services.common.grpc import server as grpc_server
@@ -89,19 +89,20 @@ class RegistryService(PublishService):
         tags = self._registry.tags
         if not request.delete:
             await tags.check_new(tenant, name, [address.tag])
-        if request.rollback:
-            version = request.rollback_version
-            record = await tags.rollback(address, version, expect, access.actor, reason)
-        elif request.delete:
-            record = await tags.set(address, (), expect, access.actor, reason)
-        else:
-            targets = await self._targets(address, request.targets, access)
-            if request.when_loaded_s and targets:
-                record = await self._registry.staging.begin(
-                    address, targets, expect, access.actor, request.when_loaded_s
-                )
+        async with self._registry.lookup.explained(access):
+            if request.rollback:
+                version = request.rollback_version
+                record = await tags.rollback(address, version, expect, access.actor, reason)
+            elif request.delete:
+                record = await tags.set(address, (), expect, access.actor, reason)
             else:
-                record = await tags.set(address, targets, expect, access.actor, reason)
+                targets = await self._targets(address, request.targets, access)
+                if request.when_loaded_s and targets:
+                    record = await self._registry.staging.begin(
+                        address, targets, expect, access.actor, request.when_loaded_s
+                    )
+                else:
+                    record = await tags.set(address, targets, expect, access.actor, reason)
         return pb.SetTagResponse(tag=convert.tag_to_proto(record))
 
     async def ListTagHistory(
@@ -112,11 +113,12 @@ class RegistryService(PublishService):
         tenant, name = parse_name(request.name, access.tenant)
         address = TagAddress(tenant, name, check_tag(request.tag))
         record = await self._registry.tags.read(address)
-        found = await self._registry.lookup.newest(tenant, name)
+        lookup = self._registry.lookup
+        found = await lookup.newest(tenant, name)
         is_visible = access.may_see(tenant, found.adapter)
         shown = found.versions[0].shown_name if found.versions and is_visible else name
         if record is None or not is_visible:
-            raise NotFound(f"no tag {tenant}/{shown}:{address.tag}")
+            raise await lookup.missing(Ref(tenant, name, tag=address.tag), access)
         return pb.ListTagHistoryResponse(
             moves=[convert.move_to_proto(move, tenant, shown) for move in reversed(record.moves)]
         )
@@ -125,11 +127,12 @@ class RegistryService(PublishService):
         self, request: pb.DeleteAdapterVersionRequest, context: Any
     ) -> pb.DeleteAdapterVersionResponse:
         access = caller_access()
-        deletion = self._registry.deletion
+        deletion, lookup = self._registry.deletion, self._registry.lookup
         if request.all:
             tenant, name = parse_name(request.ref, access.tenant, field="ref")
             access.require("publisher", tenant)
-            deleted = await deletion.adapter(tenant, name, access.actor, purge=request.purge)
+            async with lookup.explained(access):
+                deleted = await deletion.adapter(tenant, name, access.actor, purge=request.purge)
         else:
             if ":" not in request.ref and "@" not in request.ref:
                 raise InvalidRequest.field(
@@ -139,15 +142,16 @@ class RegistryService(PublishService):
             access.require("publisher", ref.tenant)
             number = ref.version
             if number is None:
-                number = (await self._registry.lookup.resolve(ref, access)).version.version
-            deleted = await deletion.version(
-                ref.tenant,
-                ref.name,
-                number,
-                access.actor,
-                force=request.force,
-                purge=request.purge,
-            )
+                number = (await lookup.resolve(ref, access)).version.version
+            async with lookup.explained(access):
+                deleted = await deletion.version(
+                    ref.tenant,
+                    ref.name,
+                    number,
+                    access.actor,
+                    force=request.force,
+                    purge=request.purge,
+                )
         return pb.DeleteAdapterVersionResponse(
             deleted=[convert.version_to_proto(record, None) for record in deleted]
         )

@@ -144,15 +144,14 @@ class Tags:
 
         Raises:
             Conflict: the tag differs from `expect` (a digest, or "none").
-            AdapterNotFound: a target does not exist.
-            NotFound: there is no tag to delete.
+            AdapterNotFound: a target does not exist, or there is no tag to delete.
         """
         wanted = [await self._resolved(address, target) for target in targets]
 
         def choose(current: TagRecord | None) -> Sequence[TagTarget]:
             check_expected(address, current, expect)
             if not wanted and (current is None or not current.targets):
-                raise NotFound(f"no tag {address}")
+                raise AdapterNotFound(str(address))
             return wanted
 
         return await self._move_and_index(
@@ -295,7 +294,7 @@ def _previous(
 ) -> Sequence[TagTarget]:
     """The last targets before the present ones whose versions are all `live`."""
     if current is None:
-        raise NotFound(f"no tag {address}")
+        raise AdapterNotFound(str(address))
     for targets in reversed(_not_undone(current)):
         wanted = {target.version for target in targets}
         if wanted and wanted <= live and targets != current.targets:
