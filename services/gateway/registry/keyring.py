@@ -86,8 +86,8 @@ class KeyRing:
             why = (
                 "the API key is unknown: a key has the form lpx_<id>_<secret>"
                 if authorization
-                else "this gateway wants an API key: send 'Authorization: Bearer lpx_...', or set "
-                "LORAPLEX_API_KEY for commands"
+                else "this gateway requires an API key: send 'Authorization: Bearer lpx_...', or "
+                "set LORAPLEX_API_KEY for commands"
             )
             raise Unauthenticated(why, reason="INVALID_API_KEY")
         caller = await self._remembered(token.strip())

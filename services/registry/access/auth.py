@@ -45,7 +45,7 @@ class KeyAuth:
         value = metadata.get("authorization", "")
         if not value.lower().startswith(_BEARER):
             raise Unauthenticated(
-                "this registry wants an API key: set LORAPLEX_API_KEY or LORAPLEX_API_KEY_FILE"
+                "this registry requires an API key: set LORAPLEX_API_KEY or LORAPLEX_API_KEY_FILE"
             )
         token = value[len(_BEARER) :].strip()
         if is_service_token(token, self._service_token):

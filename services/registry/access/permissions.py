@@ -83,7 +83,10 @@ class Access:
                 raise PermissionDenied(
                     f"a key of tenant {self.tenant!r} cannot administer {tenant!r}; use its own"
                 )
-            raise AdapterNotFound(f"{tenant}/...", "it belongs to another tenant")
+            raise AdapterNotFound(
+                f"{tenant}/...",
+                f"a key of tenant {self.tenant!r} cannot do this for {tenant!r}; use its own",
+            )
 
     def require_root(self) -> None:
         """Require rights over the whole registry."""

@@ -109,7 +109,7 @@ async def test_a_key_in_use_does_not_wait_for_a_registry_that_others_keep_busy()
 
 @pytest.mark.parametrize(
     ("authorization", "why"),
-    [("", "wants an API key.*LORAPLEX_API_KEY"), ("Bearer sk-1234", "unknown.*lpx_")],
+    [("", "requires an API key.*LORAPLEX_API_KEY"), ("Bearer sk-1234", "unknown.*lpx_")],
 )
 async def test_a_missing_key_and_one_of_another_service_are_told_apart(
     authorization: str, why: str
