@@ -10,6 +10,7 @@ from pathlib import Path
 
 import peft
 import torch
+import transformers
 from peft.tuners.lora.variants import calculate_alora_offsets
 from torch import Tensor
 
@@ -81,7 +82,7 @@ class Reference:
         complete = model(
             torch.tensor([token_ids]), **_offsets(model, token_ids, num_prompt)
         ).logits[0]
-        switch_len = getattr(model.config, "original_max_position_embeddings", None)
+        switch_len = _switch_len(model.config)
         is_switching = num_prompt is not None and switch_len and num_prompt <= switch_len
         if not is_switching or len(token_ids) <= switch_len:
             return complete
@@ -101,6 +102,15 @@ class Reference:
     def merged(self, adapter: str) -> torch.nn.Module:
         """The base with the adapter merged into its weights."""
         return copy.deepcopy(self._models[adapter]).merge_and_unload()
+
+
+def _switch_len(config: transformers.PretrainedConfig) -> int | None:
+    """Sequences of more tokens have the long factors of LongRoPE, from their first token on."""
+    ropes = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    for rope in (ropes, *ropes.values()):  # of all layers, or by the type of layer
+        if isinstance(rope, dict) and rope.get("rope_type") == "longrope":
+            return int(rope["original_max_position_embeddings"])
+    return None
 
 
 def _offsets(
