@@ -47,9 +47,13 @@ def read_plain(
     hidden_size = reader.integer("hidden_size")
     head_dim = reader.integer("head_dim", absent.head_dim or hidden_size // num_heads)
     num_layers = reader.integer("num_hidden_layers")
-    original = absent.original_max_position_embeddings
+    max_tokens = reader.integer("max_position_embeddings", absent.max_position_embeddings)
     rope = read_rope(
-        reader, head_dim, absent.rope_theta, original, rotates_part=absent.rotates_part
+        reader.replaced("max_position_embeddings", max_tokens),
+        head_dim,
+        absent.rope_theta,
+        absent.original_max_position_embeddings,
+        rotates_part=absent.rotates_part,
     )
     return ModelConfig(
         model_type=model_type,
@@ -61,9 +65,7 @@ def read_plain(
         head_dim=head_dim,
         norm_eps=reader.number("rms_norm_eps", absent.norm_eps),
         activation=reader.expect(absent.activation_key, tuple(ACTIVATIONS), absent.activation),
-        max_position_embeddings=reader.integer(
-            "max_position_embeddings", absent.max_position_embeddings
-        ),
+        max_position_embeddings=max_tokens,
         tied_embeddings=reader.flag("tie_word_embeddings", absent.tied_embeddings),
         eos_token_ids=eos_token_ids,
         windows=(None,) * num_layers,

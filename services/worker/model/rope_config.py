@@ -93,14 +93,15 @@ def with_original(
     """The parameters with the context that the base was trained for.
 
     The config's key comes before the rope's, as in transformers; without either, it is the base's
-    context.
+    context, `max_position_embeddings`, which the reader must have: the family's default if the
+    file leaves it out.
     """
-    context = reader.get("max_position_embeddings")
+    context = reader.integer("max_position_embeddings")
     original = reader.get(_ORIGINAL, default_original) or params.get(_ORIGINAL) or context
     found = {**params, _ORIGINAL: original}
     if kind_of(params) == "longrope" and found.get("factor") is None:
         if type(original) is int and original > 0:
-            found["factor"] = reader.integer("max_position_embeddings", original) / original
+            found["factor"] = context / original
     return found
 
 

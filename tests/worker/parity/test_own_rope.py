@@ -1,9 +1,14 @@
-"""Adapters with rotary embeddings of their own == a base whose config has them, under PEFT."""
+"""Adapters with rotary embeddings of their own == a base whose config has them, under PEFT; and
+bases with a LongRoPE that published bases of their family never have."""
 
+import json
 import random
+from dataclasses import replace
 
 import pytest
+import transformers
 
+from tests.worker.parity import suite
 from tests.worker.parity.bases import make_base
 from tests.worker.parity.driving import Job, greedy
 from tests.worker.parity.near_tie import Verdict
@@ -20,6 +25,13 @@ BASES = {
     "llama3-rope-tied": ["theta", "yarn"],
 }
 LONG = {"phi3-partial-rope", "qwen2-window", "llama3-rope-tied"}
+LONG_ROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "original_max_position_embeddings": 40,
+    "short_factor": [1 + 0.05 * i for i in range(8)],
+    "long_factor": [1.2 + 0.9 * i for i in range(8)],
+}
 
 
 def params():
@@ -79,3 +91,29 @@ def test_texts_beyond_the_context_of_the_base_equal_peft(stage, near_ties):
     stage.driver.run([job for _, job in jobs], chunk=200)
     assert all(job.request.num_tokens > 512 for _, job in jobs)
     check(stage, jobs, near_ties)
+
+
+@pytest.mark.parametrize("names_context", [True, False])
+@pytest.mark.parametrize("name", ["llama", "mistral", "qwen2-window", "mixtral", "qwen2-moe"])
+def test_a_base_of_any_family_with_a_long_rope_equals_transformers(
+    name, names_context, tmp_path, near_ties
+):
+    base = make_base(name, tmp_path / "base", rope_parameters=LONG_ROPE, head_dim=16)
+    if not names_context:
+        path = base.folder / "config.json"
+        fields = json.loads(path.read_text())
+        del fields["max_position_embeddings"]
+        path.write_text(json.dumps(fields))
+        config = transformers.AutoConfig.from_pretrained(base.folder)
+        model = type(base.model).from_pretrained(
+            base.folder, config=config, dtype="float32", attn_implementation="eager"
+        )
+        base = replace(base, model=model.eval().requires_grad_(False))
+    stage = suite.stage_of(base, ["rank-4-attention", "rank-1"], tmp_path)
+    jobs = suite.make_jobs(stage, 3, NUM_NEW_TOKENS, stagger=True)
+    stage.driver.run([job for _, job in jobs], chunk=19)
+    lengths = [(len(job.request.prompt_ids), job.request.num_tokens) for _, job in jobs]
+    assert any(prompt <= 40 < total for prompt, total in lengths), "one outgrows the short factors"
+    for feature, verdict, logprob_error in suite.judge(stage, jobs):
+        near_ties.add(verdict)
+        assert logprob_error < MAX_LOGPROB_ERROR, feature

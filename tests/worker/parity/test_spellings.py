@@ -89,3 +89,39 @@ def test_what_a_file_leaves_out_is_what_transformers_takes_it_for(
     if "eos_token_id" in fields:
         assert list(ours.eos_token_ids) == sorted(listed)
     assert (ours.head_dim, ours.vocab_size) == (theirs.head_dim, theirs.vocab_size)
+
+
+SCALED = {
+    "yarn": {"factor": 2.0},
+    "llama3": {"factor": 2.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0},
+    "longrope": {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8},
+}
+
+
+FAMILIES = ("llama", "mistral", "qwen2", "mixtral", "qwen2-moe")
+
+
+@pytest.mark.parametrize("original", [None, 64])
+@pytest.mark.parametrize(
+    ("name", "kind"), [("phi3", "longrope"), *((n, k) for n in FAMILIES for k in SCALED)]
+)
+def test_a_context_that_a_file_leaves_out_scales_its_rope_as_in_transformers(
+    name: str, kind: str, original: int | None, tmp_path: Path
+) -> None:
+    class_name, changes = BASES[name]
+    own = {**COMMON, **changes, "head_dim": 16}  # Mixtral's null fails with a long rope
+    getattr(transformers, class_name)(**own).save_pretrained(tmp_path)
+    fields = json.loads((tmp_path / "config.json").read_text())
+    del fields["max_position_embeddings"]
+    fields["rope_parameters"] = {"rope_type": kind, "rope_theta": 1e4, **SCALED[kind]}
+    if original is not None:
+        fields["rope_parameters"]["original_max_position_embeddings"] = original
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    theirs = transformers.AutoConfig.from_pretrained(tmp_path)
+    params = theirs.rope_parameters
+    trained_for = params["original_max_position_embeddings"]
+    factor = params.get("factor") or theirs.max_position_embeddings / trained_for
+    _, ours = read_model_config(tmp_path)
+    assert ours.max_position_embeddings == theirs.max_position_embeddings
+    found = dict(ours.ropes[0].params)
+    assert (found["original_max_position_embeddings"], found["factor"]) == (trained_for, factor)

@@ -41,7 +41,7 @@ def test_rotation_equals_transformers(params):
     q = torch.randn(5, 4, HEAD_DIM, generator=torch.Generator().manual_seed(1))
     cos, sin = LlamaRotaryEmbedding(config)(q, positions[None])
     expected, _ = apply_rotary_pos_emb(q.transpose(0, 1)[None], q.transpose(0, 1)[None], cos, sin)
-    reader = ModelConfigReader({"rope_parameters": params})
+    reader = ModelConfigReader({"rope_parameters": params, "max_position_embeddings": 512})
     rotary = Rotary(read_rope(reader, HEAD_DIM), torch.device("cpu"))
     actual = rotate(q, rotary.cos_sin(positions, torch.float32))
     torch.testing.assert_close(actual, expected[0].transpose(0, 1), rtol=1e-6, atol=1e-6)
