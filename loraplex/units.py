@@ -1,5 +1,5 @@
-"""Parses sizes such as `24MiB` and times such as `5m`. The parsers raise ValueError that says what
-they accept."""
+"""Parses sizes such as `24MiB` and times such as `5m`, and spells counts. The parsers raise
+ValueError that says what they accept."""
 
 from __future__ import annotations
 
@@ -26,3 +26,9 @@ def parse_seconds(text: str) -> float:
     if not match:
         raise ValueError("expected a time such as 20, 500ms or 5m")
     return float(match[1]) * _SECONDS_PER[match[2] or ""]
+
+
+def counted(count: int, noun: str, plural: str = "") -> str:
+    """`1, "tensor"` -> "1 tensor", `2, "entry", "entries"` -> "2 entries". The plural is `noun`
+    with an "s" unless given."""
+    return f"{count} {noun if count == 1 else plural or f'{noun}s'}"

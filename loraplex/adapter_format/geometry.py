@@ -31,6 +31,7 @@ from loraplex.adapter_format.text_model import (
     text_config,
 )
 from loraplex.errors import InvalidAdapter, InvalidRequest, Unsupported
+from loraplex.units import counted
 
 LINEAR = "linear"
 EMBEDDING = "embedding"
@@ -201,7 +202,9 @@ def _tensor_table(path: Path) -> dict[str, tuple[Path, TensorInfo]]:
         table.update(_read_tensors(path / name))
     missing = sorted(set(weight_map) - set(table))
     if missing:
-        description = f"{len(missing)} tensors of the index are in no shard; fetch the base again"
+        description = (
+            f"the shards lack {counted(len(missing), 'tensor')} of the index; fetch the base again"
+        )
         raise InvalidRequest.field(f"{index.name}:weight_map", missing[0], description)
     return table
 

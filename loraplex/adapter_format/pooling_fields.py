@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from loraplex.adapter_format.config_reader import AdapterConfigReader
 from loraplex.adapter_format.findings import Findings
 from loraplex.adapter_format.tasks import SEQ_CLS
+from loraplex.units import counted
 
 LAST, MEAN = "last", "mean"
 SINGLE_LABEL, MULTI_LABEL, REGRESSION = (
@@ -80,7 +81,7 @@ def check_labels(fields: PoolingFields, num_labels: int, findings: Findings, sou
     """Refuse names and counts that are not the head's."""
     for name, count in (("id2label", len(fields.labels)), ("num_labels", fields.num_labels)):
         if count and count != num_labels:
-            why = f"is for {count} labels, but the head has {num_labels}"
+            why = f"is for {counted(count, 'label')}, but the head has {num_labels}"
             findings.refuse(f"{source}:{name}", count, why)
 
 

@@ -17,6 +17,7 @@ from types import ModuleType
 from loraplex.adapter_format.report import Report
 from loraplex.adapter_format.safetensors_header import DTYPE_BYTES, TENSOR_FILE, Header, TensorInfo
 from loraplex.errors import InvalidAdapter, Violation
+from loraplex.units import counted
 
 CHUNK_BYTES = 1024 * 1024
 
@@ -171,4 +172,4 @@ def warnings_of_zeros(report: Report, zero_tensors: frozenset[str]) -> tuple[Vio
     if report.config.use_dora or not lora_b or not zero_tensors.issuperset(lora_b):
         return ()
     description = "is zero in every module: the adapter changes nothing; was it trained?"
-    return (Violation.of(f"{TENSOR_FILE}:lora_B", f"{len(lora_b)} tensors", description),)
+    return (Violation.of(f"{TENSOR_FILE}:lora_B", counted(len(lora_b), "tensor"), description),)

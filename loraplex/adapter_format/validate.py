@@ -24,6 +24,7 @@ from loraplex.adapter_format.targets import check_targets
 from loraplex.adapter_format.task_geometry import geometry_of_task, in_base, num_labels_of
 from loraplex.adapter_format.vocabulary import complete_tables
 from loraplex.errors import InvalidAdapter, Violation
+from loraplex.units import counted
 
 MAX_RANK = 256
 _OF_TRAINING = ".lora_velora_embed"
@@ -118,9 +119,9 @@ def _name_wrong_base(config: AdapterConfig, base_names: Sequence[str], findings:
         Violation.of(
             f"{CONFIG_FILE}:base_model_name_or_path",
             named,
-            f"{trained} and was checked against {base_names[0]}, which it does not fit: "
-            f"{len(findings.misfits)} tensors differ, such as {first.field} = {first.value}, which "
-            f"{first.description}; choose the right base with --base",
+            f"{trained} and was checked against {base_names[0]}, which it does not fit "
+            f"in {counted(len(findings.misfits), 'tensor')}, such as {first.field} = "
+            f"{first.value}, which {first.description}; choose the right base with --base",
         )
     )
 

@@ -10,6 +10,7 @@ from loraplex.cli.output import moment, short_digest, show, show_table, sized
 from loraplex.cli.parsing import Commands, count
 from loraplex.cli.publish import client_of
 from loraplex.refs import folder_name
+from loraplex.units import counted
 
 if TYPE_CHECKING:
     from loraplex.api.registry import AuditEntry, BaseModel
@@ -137,12 +138,13 @@ async def _gc(args: argparse.Namespace) -> None:
         done = await client.admin.collect_garbage(dry_run=args.dry_run)
     verb = "would delete" if args.dry_run else "deleted"
     freed = sized(done.deleted_bytes)
-    text = f"{verb} {done.deleted_objects} objects ({freed}), kept {done.kept_objects}"
+    text = f"{verb} {counted(done.deleted_objects, 'object')} ({freed}), kept {done.kept_objects}"
     show(done, text, as_json=args.json)
 
 
 async def _reindex(args: argparse.Namespace) -> None:
     async with client_of(args) as client:
         done = await client.admin.reindex()
-    text = f"indexed {done.versions} versions, {done.tags} tags, {done.bases} bases"
+    parts = ((done.versions, "version"), (done.tags, "tag"), (done.bases, "base"))
+    text = f"indexed {', '.join(counted(*part) for part in parts)}"
     show(done, text, as_json=args.json)

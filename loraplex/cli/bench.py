@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, TextIO
 from loraplex.cli.parsing import Commands, credentials_of, seconds
 from loraplex.cli.workload_flags import add_workload, print_summary, trace_of
 from loraplex.errors import InvalidRequest
+from loraplex.units import counted
 
 if TYPE_CHECKING:
     from loraplex.client.registry_client import RegistryClient
@@ -112,7 +113,7 @@ async def _prepared(args: argparse.Namespace, num_adapters: int) -> AsyncIterato
         before = {version.name async for version in registry.list(name_prefix=NAME_PREFIX)}
         try:
             names = await publish_variants(registry, args.prepare_from, num_adapters)
-            print(f"published {len(names)} adapters", file=sys.stderr)
+            print(f"published {counted(len(names), 'adapter')}", file=sys.stderr)
             yield NAME_PREFIX
         finally:
             if not args.keep:
@@ -130,4 +131,4 @@ async def _clean_up(registry: RegistryClient, before: Set[str], count: int) -> N
         with suppress(NotFound):  # Publishing was interrupted before this adapter.
             await registry.delete(name, every=True, purge=True)
             num_deleted += 1
-    print(f"deleted {num_deleted} adapters", file=sys.stderr)
+    print(f"deleted {counted(num_deleted, 'adapter')}", file=sys.stderr)

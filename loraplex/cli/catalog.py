@@ -19,6 +19,7 @@ from loraplex.cli.output import (
 )
 from loraplex.cli.parsing import REF_FORMS, Commands, add_label, count
 from loraplex.cli.publish import client_of
+from loraplex.units import counted
 
 if TYPE_CHECKING:
     from loraplex.api.registry import AdapterVersion, Certificate, Change, Tag, TagTarget
@@ -212,7 +213,9 @@ def _task_of(version: AdapterVersion) -> str:
     """The task of an adapter; empty for a causal language model, as nearly all are."""
     if version.task == "CAUSAL_LM":
         return ""
-    return f"{version.task}, {version.num_labels} labels" if version.num_labels else version.task
+    if not version.num_labels:
+        return version.task
+    return f"{version.task}, {counted(version.num_labels, 'label')}"
 
 
 def pending_of(tag: Tag) -> str:

@@ -13,6 +13,7 @@ from loraplex.cli.local_base import base_folder, geometry_of, given_folder
 from loraplex.cli.output import show
 from loraplex.cli.parsing import Commands, Run, add_json, add_unused_server, count
 from loraplex.errors import InvalidRequest, Unsupported
+from loraplex.units import counted
 
 if TYPE_CHECKING:
     from loraplex.adapter_format import Report
@@ -165,7 +166,7 @@ def _merge_into_base(args: argparse.Namespace) -> None:
         raise InvalidRequest.field("--method", args.method, description)
     merged = merge_into_base(args.adapters, base, args.out, _dtype(args))
     note = " (the head is a table of its own now)" if merged.is_untied else ""
-    text = f"merged into {merged.num_modules} modules of the base{note}: {args.out}"
+    text = f"merged into {counted(merged.num_modules, 'module')} of the base{note}: {args.out}"
     show({"name": args.out.resolve().name, **asdict(merged)}, text, as_json=args.json)
 
 

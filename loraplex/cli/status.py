@@ -6,6 +6,7 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from loraplex.cli.output import print_fields, print_json, print_table, sized
+from loraplex.units import counted
 
 if TYPE_CHECKING:
     from loraplex.api.residency import AdapterResidency
@@ -67,7 +68,7 @@ def print_status(status: Status, *, as_json: bool) -> None:
             size = sized(where.device_bytes)
             name = adapter.ref or where.digest
             if adapter.num_other_refs:
-                name += f" (+{adapter.num_other_refs} names)"
+                name += f" (+{counted(adapter.num_other_refs, 'name')})"
             rank = f"rank {where.max_rank}"
             print(f"  {worker.worker_id}  {name}  {_tier_name(where)}  {rank}  {size}")
 

@@ -10,6 +10,7 @@ from loraplex.cli.generate import client_of
 from loraplex.cli.output import print_json, table_lines
 from loraplex.cli.parsing import Commands, count, seconds
 from loraplex.cli.status import state_of, status_object
+from loraplex.units import counted
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -116,7 +117,7 @@ def _summary(status: Status) -> list[str]:
         "" if status.registry_connected else "   REGISTRY UNREACHABLE, the last snapshot is in use"
     )
     lines = [
-        f"{ready}   {bases}   {status.num_adapters} adapters{registry}",
+        f"{ready}   {bases}   {counted(status.num_adapters, 'adapter')}{registry}",
         f"requests  {status.running_requests} running, {status.queued_requests} queued",
     ]
     return lines if status.recent is None else [*lines, *_rates(status.recent)]

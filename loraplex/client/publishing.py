@@ -17,6 +17,7 @@ from loraplex.model_layout import is_layout, layout_files
 from loraplex.refs import check_tag, parse_name
 from loraplex.signature_bundle import SIGNATURE_FILE
 from loraplex.signing import sign
+from loraplex.units import counted
 from loraplex.v1 import registry_pb2 as pb
 
 _MAX_SHOWN = 6
@@ -130,7 +131,7 @@ def _notes(folder: Path, names: Sequence[str]) -> tuple[Violation, ...]:
     if not names:
         return ()
     shown = ", ".join(names[:_MAX_SHOWN]) + (", ..." if len(names) > _MAX_SHOWN else "")
-    count = "1 entry" if len(names) == 1 else f"{len(names)} entries"
+    count = counted(len(names), "entry", "entries")
     description = f"left out {count} of {folder} that decoding does not need: {shown}"
     return (Violation.of(NOTE, "", description),)
 

@@ -112,4 +112,4 @@ def test_the_wrong_base_is_named_in_one_sentence(
     (violation,) = error["violations"]
     assert violation["field"] == "adapter_config.json:base_model_name_or_path"
     assert "was trained on meta-llama/Llama-2-7b-hf and was checked against" in error["message"]
-    assert f"{len(tensors)} tensors differ" in error["message"]
+    assert f"does not fit in {len(tensors)} tensors, such as" in error["message"]

@@ -1,8 +1,8 @@
-"""Bytes and times as people write them."""
+"""Bytes, times and counts as people write them."""
 
 import pytest
 
-from loraplex.units import parse_bytes, parse_seconds
+from loraplex.units import counted, parse_bytes, parse_seconds
 
 
 @pytest.mark.parametrize(
@@ -37,3 +37,12 @@ def test_seconds_take_suffixes(text: str, value: float) -> None:
 def test_other_times_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match="500ms"):
         parse_seconds(text)
+
+
+def test_one_thing_is_not_written_in_the_plural() -> None:
+    assert [counted(count, "tensor") for count in (0, 1, 2)] == [
+        "0 tensors",
+        "1 tensor",
+        "2 tensors",
+    ]
+    assert [counted(count, "entry", "entries") for count in (1, 2)] == ["1 entry", "2 entries"]

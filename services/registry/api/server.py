@@ -8,6 +8,7 @@ from typing import Any
 from loraplex.api.registry import TagTarget
 from loraplex.errors import InvalidRequest, Unsupported
 from loraplex.refs import Ref, check_name, check_tag, check_tenant, parse_name, parse_ref
+from loraplex.units import counted
 from loraplex.v1 import registry_pb2 as pb
 from loraplex.v1 import registry_pb2_grpc
 from loraplex_services.common.grpc import server as grpc_server
@@ -232,7 +233,7 @@ def _check_one_move(request: pb.SetTagRequest) -> None:
         raise InvalidRequest.field("rollback", True, "leave out either rollback or delete")
     if request.targets and (request.delete or request.rollback):
         description = "must be empty with delete and with rollback"
-        raise InvalidRequest.field("targets", f"{len(request.targets)} targets", description)
+        raise InvalidRequest.field("targets", counted(len(request.targets), "target"), description)
     if request.rollback_version and not request.rollback:
         version = request.rollback_version
         raise InvalidRequest.field("rollback_version", version, "needs rollback")

@@ -20,6 +20,7 @@ from collections.abc import AsyncIterator, Awaitable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from loraplex.errors import AlreadyExists, DataLoss, InvalidRequest, LoraplexError, codes_of
+from loraplex.units import counted
 from loraplex_services.common.objects import (
     ObjectInfo,
     ObjectMissing,
@@ -198,14 +199,14 @@ async def _run(source_url: str, target_url: str) -> None:
     finally:
         await source.close()
     print(
-        f"{result.num_documents} documents read, {result.num_written} written; "
-        f"{result.num_blobs} blobs with {result.num_bytes} bytes written"
+        f"{counted(result.num_documents, 'document')} read, {result.num_written} written; "
+        f"{counted(result.num_blobs, 'blob')} with {result.num_bytes} bytes written"
     )
     if result.damaged:
         keys = "\n  ".join(result.damaged)
         raise DataLoss(
-            f"{len(result.damaged)} blobs do not match their digests and are not copied; upload "
-            f"their adapters again, then repeat the copy:\n  {keys}"
+            f"{counted(len(result.damaged), 'blob')} not copied, because the bytes do not match "
+            f"the digest; upload the adapters again, then repeat the copy:\n  {keys}"
         )
 
 

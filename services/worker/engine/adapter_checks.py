@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from loraplex.adapter_format.tasks import CAUSAL_LM, SEQ_CLS
 from loraplex.api.pooling import Pooling
 from loraplex.errors import InvalidRequest
+from loraplex.units import counted
 from loraplex_services.worker.types.adapter_facts import AdapterFacts
 from loraplex_services.worker.types.request import OwnRope, Request
 
@@ -81,8 +82,8 @@ def _check_length(request: Request, context_tokens: int) -> None:
     if request.max_num_tokens > context_tokens:
         num_prompt, max_tokens = len(request.prompt_ids), request.sampling.max_tokens
         why = (
-            f"prompt ({num_prompt} tokens) and max_tokens ({max_tokens}) exceed the context of "
-            f"{context_tokens} tokens: shorten one of them"
+            f"prompt ({counted(num_prompt, 'token')}) and max_tokens ({max_tokens}) exceed the "
+            f"context of {context_tokens} tokens: shorten one of them"
         )
         raise InvalidRequest.field("sampling.max_tokens", max_tokens, why)
 

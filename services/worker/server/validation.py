@@ -14,6 +14,7 @@ from loraplex.api.request import WorkerRequest
 from loraplex.api.sampling import RANGES, GrammarTokens, SamplingParams
 from loraplex.errors import InvalidRequest
 from loraplex.refs import check_digest
+from loraplex.units import counted
 from loraplex_services.common.limits import MAX_BAD_WORD_CHARS, MAX_BAD_WORDS
 
 NO_ROUTING = "this base has no experts that it could name; leave the field out"
@@ -97,8 +98,8 @@ def _check_lengths(request: WorkerRequest, limits: IntakeLimits) -> None:
         _refuse(
             "sampling.max_tokens",
             max_tokens,
-            f"prompt ({num_prompt} tokens) and max_tokens ({max_tokens}) exceed the context of "
-            f"{limits.max_model_len} tokens: shorten one of them",
+            f"prompt ({counted(num_prompt, 'token')}) and max_tokens ({max_tokens}) exceed the "
+            f"context of {limits.max_model_len} tokens: shorten one of them",
         )
     if len(request.output_ids) >= max(1, max_tokens):
         _refuse(

@@ -171,4 +171,4 @@ def test_the_command_copies_and_its_errors_name_the_argument(
     assert f"FROM: {source} holds no" in capsys.readouterr().err
     (tmp_path / "source/loraplex.json").write_text('{"layout": 1}')
     assert backup.main([source, target]) == 0
-    assert "1 documents read, 1 written" in capsys.readouterr().out
+    assert "1 document read, 1 written" in capsys.readouterr().out
