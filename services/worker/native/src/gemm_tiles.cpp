@@ -6,7 +6,7 @@
 //
 // A block of rows times a panel is the unit of computation: on AMX 32 rows by 32 outputs, whose sums fill 2 x 2
 // tile registers; with pairs 12 or 6 rows. If all rows are in one block, a thread takes one panel after another.
-// Otherwise a task has up to 256 rows and a few panels. Its loops are chunks of inputs, of which all rows stay in
+// Otherwise a task has some hundred rows and a few panels. Its loops are chunks of inputs, of which all rows stay in
 // the second-level cache; panels; parts of a panel that stay in the first-level cache; and blocks.
 //
 // Every output is summed in the order of its inputs in one accumulator, whatever the number of rows:
@@ -119,16 +119,16 @@ struct Gated {
 };
 
 // What the block of rows number `block` of `num_blocks` prefetches. A single block prefetches what
-// follows in memory a few tiles later. Of several blocks, the first two prefetch half of the next panel
-// each, which arrives while they all compute.
+// follows in memory a few tiles later. Several blocks prefetch equal parts of the next panel, because memory
+// delivers it no faster than all of them compute.
 Ahead ahead_of(const bf16* weights, const bf16* next, int64_t num_tiles, int64_t block,
                int64_t num_blocks) {
-    constexpr int64_t kLine = 64;
+    const int64_t num_bytes = num_tiles * 2 * kTileItems * sizeof(bf16);
     if (num_blocks == 1) {
-        return {reinterpret_cast<const char*>(weights + PanelProduct::kAheadItems), 2 * kLine};
+        return {reinterpret_cast<const char*>(weights + PanelProduct::kAheadItems), num_bytes};
     }
-    if (block > 1) return {reinterpret_cast<const char*>(weights), 0};
-    return {reinterpret_cast<const char*>(next + block * num_tiles * kTileItems), kLine};
+    const int64_t part = ceil_div(num_bytes, num_blocks);
+    return {reinterpret_cast<const char*>(next) + block * part, part};
 }
 
 // Tiles of inputs that stay in the cache for all panels of a task of `num_rows`.
@@ -225,7 +225,7 @@ void multiply(const TileProduct& g, const To& to) {
         return parallel_shares(g.num_panels, make,
                                [](FewRows<To>& rows, int64_t panel) { rows.multiply(panel); });
     }
-    const int64_t num_row_tasks = ceil_div(g.num_rows, PanelProduct::kTaskRows);
+    const int64_t num_row_tasks = ceil_div(g.num_rows, PanelProduct::task_rows(g.num_tiles));
     const int64_t num_blocks = ceil_div(g.num_rows, PanelProduct::kMaxRows);
     const int64_t rows = ceil_div(num_blocks, num_row_tasks) * PanelProduct::kMaxRows;
     int64_t panels = 1;

@@ -46,7 +46,7 @@ struct HeadProduct {
         const char* next = reinterpret_cast<const char*>(own + kBlock * num_inputs);
         float* sums = scratch(0, kBlock * kTilePanel);
         for (int64_t panel = 0; panel < num_panels(); ++panel) {
-            const Ahead ahead{next, panel == 0 ? 2 * kTileBytes : 0};
+            const Ahead ahead{next, panel == 0 ? kBlock * num_inputs * int64_t(sizeof(bf16)) : 0};
             product.multiply(smaller(num_outputs - first, kBlock), own, num_inputs,
                              rows + panel * num_tiles * 2 * kTileItems, num_tiles, sums, false, ahead,
                              [](int64_t) {});

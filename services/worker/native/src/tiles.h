@@ -18,11 +18,11 @@ constexpr int64_t kTilePanel = 2 * kTileRows;
 
 inline int64_t tiles_of(int64_t num_inputs) { return ceil_div(num_inputs, kTileInputs); }
 
-// What a product prefetches while it computes: `step` bytes, two cache lines at most, for each of
-// a panel's rows of both tiles. The hardware's prefetchers alone reach a third of the bandwidth there.
+// Bytes that a product prefetches, a part with each of its tiles. The hardware's prefetchers alone reach a third
+// of the bandwidth there.
 struct Ahead {
     const char* from;
-    int64_t step;
+    int64_t num_bytes;
 };
 
 }  // namespace lpx

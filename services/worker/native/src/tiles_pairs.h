@@ -12,7 +12,6 @@ class PanelProduct {
 public:
     // Two vectors of sums for each row, two weights and an input fill the registers.
     static constexpr int64_t kMaxRows = kLanes == 16 ? 12 : 6;
-    static constexpr int64_t kTaskRows = 240;  // of one task when there are many
     // Tiles of a panel that several blocks of rows read one after another: they stay in the
     // second-level cache alongside the next panel's and the rows.
     static constexpr int64_t kSharedTiles = 64;
@@ -23,6 +22,9 @@ public:
     // Neighbouring tasks have the same panels and other rows.
     static constexpr bool kKeepsRows = false;
     static constexpr int64_t kMaxTaskPanels = 12;  // each task reads its rows again
+
+    // Rows of a task when there are many.
+    static int64_t task_rows(int64_t) { return 240; }
 
     // Of the next block, where num_left rows are left for num_blocks.
     static int64_t rows_of(int64_t num_left, int64_t num_blocks) { return ceil_div(num_left, num_blocks); }
@@ -48,7 +50,9 @@ private:
     // Two vectors of outputs.
     template <int R>
     static void multiply_rows(const bf16* x, int64_t ldx, const bf16* panel, int64_t num_tiles,
-                              float* sums, bool continues, Ahead ahead) {
+                              float* sums, bool continues, const Ahead& ahead) {
+        const int64_t step = ceil_div(ahead.num_bytes, num_tiles * kTileRows);
+        const char* from_ahead = ahead.from;
         Vec totals[R][2];
 #pragma GCC unroll 12
         for (int r = 0; r < R; ++r) {
@@ -61,9 +65,9 @@ private:
             for (int64_t pair = 0; pair < kTileRows; ++pair) {
                 const Pairs low = load_pairs(weights + pair * kTileInputs);
                 const Pairs high = load_pairs(weights + kNextVector + pair * kTileInputs);
-                __builtin_prefetch(ahead.from, 0, 3);
-                __builtin_prefetch(ahead.from + ahead.step / 2, 0, 3);
-                ahead.from += ahead.step;
+                __builtin_prefetch(from_ahead, 0, 3);
+                __builtin_prefetch(from_ahead + step / 2, 0, 3);
+                from_ahead += step;
 #pragma GCC unroll 12
                 for (int r = 0; r < R; ++r) {
                     const Pairs input = broadcast_pair(x + r * ldx + k * kTileInputs + 2 * pair);
