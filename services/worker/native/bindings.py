@@ -34,6 +34,8 @@ logger = logging.getLogger(__name__)
 
 TILE_ROWS, TILE_INPUTS = 16, 32
 """Outputs and inputs of one tile of a packed weight (`native/src/tiles.h`)."""
+LINE_BYTES, ROUND_BYTES = 64, 1024
+"""Bytes of a cache line, and those of rows that `new_rows` keeps apart."""
 Argument = Tensor | torch.dtype | float | None
 """What kernels are called with."""
 INVERSES, LOGS = torch.tensor(fixed_log.INVERSES), torch.tensor(fixed_log.LOGS)
@@ -169,9 +171,10 @@ class Native:
         fresh `[T, width]`, act(gates) * outputs, with the bits of `add_lora` and `elementwise`. y
         is not mutated."""
         assert x.dtype is torch.bfloat16 and y.dtype is torch.bfloat16, (x.dtype, y.dtype)
-        gated = torch.empty(len(y), y.shape[1] // 2, dtype=y.dtype)
-        rows = x, row_stride(x), x.shape[1], y, row_stride(y), y.shape[1], gated, len(y)
-        self.call("add_lora_gates", operation, *rows, site_id, runs, len(runs))
+        gated = new_rows(len(y), y.shape[1] // 2, y.dtype)
+        rows = x, row_stride(x), x.shape[1], y, row_stride(y), y.shape[1]
+        to = gated, row_stride(gated), len(y)
+        self.call("add_lora_gates", operation, *rows, *to, site_id, runs, len(runs))
         return gated
 
     def attend(
@@ -221,12 +224,11 @@ class Native:
         x += update first if one is given."""
         assert weight.dtype is torch.float32, weight.dtype
         num_rows, width = x.shape
-        y = torch.empty(num_rows, width, dtype=x.dtype)
+        y = new_rows(num_rows, width, x.dtype)
         added = update, 0 if update is None else row_stride(update)
+        rows = x, row_stride(x), *added, weight, y, row_stride(y), x.dtype
         sizes = num_rows, width // len(weight), len(weight)
-        self.call(
-            "norm", x, row_stride(x), *added, weight, y, width, x.dtype, *sizes, eps, in_float32
-        )
+        self.call("norm", *rows, *sizes, eps, in_float32)
         return y
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor, head_dim: int) -> None:
@@ -290,6 +292,13 @@ def _word(argument: Argument) -> float | None:
     if isinstance(argument, Tensor):
         return argument.data_ptr()
     return DTYPE_CODES[argument] if isinstance(argument, torch.dtype) else argument
+
+
+def new_rows(num_rows: int, width: int, dtype: torch.dtype) -> Tensor:
+    """Fresh `[num_rows, width]`. Rows of a multiple of `ROUND_BYTES` lie one more cache line apart:
+    some columns of many rows would share few sets of the caches."""
+    num_more = LINE_BYTES // dtype.itemsize if width * dtype.itemsize % ROUND_BYTES == 0 else 0
+    return torch.empty(num_rows, width + num_more, dtype=dtype)[:, :width]
 
 
 def row_stride(x: Tensor) -> int:

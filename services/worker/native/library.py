@@ -38,7 +38,7 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "lpx_linear_plain": (None, (_P, _P, _P, *(_I,) * 4)),
     "lpx_best_plain": (None, (_P, _P, _P, _I, _I, _I)),
     "lpx_add_lora": (None, (_P, _I, _I, _P, _I, _I, _I, _I, _P, _I)),
-    "lpx_add_lora_gates": (None, (_I, _P, _I, _I, _P, _I, _I, _P, _I, _I, _P, _I)),
+    "lpx_add_lora_gates": (None, (_I, _P, _I, _I, _P, _I, _I, _P, _I, _I, _I, _P, _I)),
     "lpx_add_lora_embedding": (None, (_P, _I, _P, _I, _I, _I, _I, _P)),
     "lpx_add_products": (None, (_P, _I, _I, _I, _P, _I, _I, _I, _P, _I)),
     "lpx_choose_experts": (None, (_P, *(_I,) * 6, _P, _P, _P)),

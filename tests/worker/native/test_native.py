@@ -141,7 +141,7 @@ def test_rows_of_a_weight_in_tiles_come_back(tiled, shape):
 
 
 @pytest.mark.parametrize("in_float32", [False, True])
-@pytest.mark.parametrize("width", [1, 24, 64, 100])
+@pytest.mark.parametrize("width", [1, 24, 64, 100, 512])
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 def test_norm_adds_the_update_first(compiled, dtype, width, in_float32):
     torch.manual_seed(2)

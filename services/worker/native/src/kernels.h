@@ -39,7 +39,7 @@ LPX_EXPORT void lpx_add_lora(const void* x, int64_t ldx, int64_t num_inputs, voi
                              int64_t num_outputs, int64_t activation_dtype, int64_t site,
                              const void* runs, int64_t num_runs);
 LPX_EXPORT void lpx_add_lora_gates(int64_t operation, const void* x, int64_t ldx, int64_t num_inputs,
-                                   const void* y, int64_t ldy, int64_t num_outputs, void* out,
+                                   const void* y, int64_t ldy, int64_t num_outputs, void* out, int64_t ldo,
                                    int64_t num_rows, int64_t site, const void* runs,
                                    int64_t num_runs);
 // experts.cpp

@@ -247,11 +247,11 @@ LPX_EXPORT void lpx_add_lora(const void* x, int64_t ldx, int64_t num_inputs, voi
 // Updates of a site whose outputs in bfloat16 are gates and as many others that they multiply:
 // out[num_rows, num_outputs / 2] = activation(gates) * others. y has the base's outputs, and is not changed.
 LPX_EXPORT void lpx_add_lora_gates(int64_t operation, const void* x, int64_t ldx, int64_t num_inputs,
-                                   const void* y, int64_t ldy, int64_t num_outputs, void* out,
+                                   const void* y, int64_t ldy, int64_t num_outputs, void* out, int64_t ldo,
                                    int64_t num_rows, int64_t site, const void* runs,
                                    int64_t num_runs) {
     using namespace lpx;
-    const Gates gates{operation, static_cast<bf16*>(out), num_outputs / 2};
+    const Gates gates{operation, static_cast<bf16*>(out), ldo};
     add_all(static_cast<const bf16*>(x), ldx, num_inputs,
             static_cast<bf16*>(const_cast<void*>(y)), ldy, num_outputs, site, runs, num_runs, num_rows,
             [&](Thread& thread, const Segment& segment, const Use* used, Inputs<bf16>& in, bf16* own) {

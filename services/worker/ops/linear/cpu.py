@@ -13,6 +13,7 @@ from loraplex_services.worker.native.bindings import (
     TILE_INPUTS,
     TILE_ROWS,
     Native,
+    new_rows,
     row_stride,
 )
 from loraplex_services.worker.native.codes import CodeKind, PackedCodes
@@ -142,8 +143,8 @@ class GateLinear(BaseLinear):
         return self._product(self.operation, x, self.out_features // 2)
 
     def _product(self, operation: Operation, x: Tensor, num_outputs: int) -> Tensor:
-        y = torch.empty(len(x), num_outputs, dtype=x.dtype)
-        rows = x, row_stride(x), self._packed, y, num_outputs
+        y = new_rows(len(x), num_outputs, x.dtype)
+        rows = x, row_stride(x), self._packed, y, row_stride(y)
         self._native.call("linear_gates", operation, *rows, *x.shape, self.out_features // 2)
         return y
 

@@ -6,6 +6,7 @@ import random
 import pytest
 import torch
 
+from loraplex_services.worker.native.bindings import ROUND_BYTES
 from loraplex_services.worker.native.isa import AMX, host_isas
 from loraplex_services.worker.ops.linear.cpu import GATES, GateLinear, TiledLinear
 from loraplex_services.worker.ops.lora.cpu import NativeLora
@@ -15,22 +16,25 @@ from tests.worker.ops.lora.test_lora import SITE, batch_of, random_delta
 
 pytestmark = pytest.mark.skipif(AMX not in host_isas(), reason="this processor lacks AMX")
 WIDTH, NUM_INPUTS = 176, 96
+ROUND_WIDTH = ROUND_BYTES // 2
+"""Rows of bfloat16 that `new_rows` moves apart."""
 
 
-def table_of(stored):
+def table_of(stored, width=WIDTH):
     rng = random.Random(6)
-    return {(s, SITE): random_delta(rng, NUM_INPUTS, 2 * WIDTH, stored) for s in range(4)}
+    return {(s, SITE): random_delta(rng, NUM_INPUTS, 2 * width, stored) for s in range(4)}
 
 
 @pytest.mark.parametrize("operation", GATES, ids=lambda operation: operation.name)
 @pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("lengths", [(1,), (2, 3), (2, 64, 1, 132), (64, 97)], ids=str)
+@pytest.mark.parametrize("width", [WIDTH, ROUND_WIDTH])
 def test_gates_applied_with_updates_have_the_bits_of_gates_applied_after_them(
-    operation, stored, lengths
+    operation, stored, lengths, width
 ):
     torch.manual_seed(7)
-    amx, table = native(AMX), table_of(stored)
-    gates = GateLinear(amx, torch.randn(2 * WIDTH, NUM_INPUTS).bfloat16() / 8, operation)
+    amx, table = native(AMX), table_of(stored, width)
+    gates = GateLinear(amx, torch.randn(2 * width, NUM_INPUTS).bfloat16() / 8, operation)
     ends = list(itertools.accumulate(lengths, initial=1))  # rows around these are the base's
     runs = [RowRun(slot, 0.5, *run) for slot, run in enumerate(itertools.pairwise(ends))]
     lora = batch_of(runs, table)
