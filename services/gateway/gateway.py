@@ -265,7 +265,7 @@ class Gateway:
         usage = UsageEndpoint(
             functools.partial(context.reader, num_calls=USAGE_CALLS), self._registry.usage
         )
-        pauses = PauseEndpoints(lister, self._live)
+        pauses = PauseEndpoints(lister, self._live, self._fleet.bases)
         others = [
             *tokenize.routes(),
             *responses.routes(),

@@ -7,7 +7,7 @@ A pause applies only to this gateway; trainers call every server that they know.
 from __future__ import annotations
 
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass
 
 from starlette.requests import Request
@@ -31,6 +31,8 @@ class PauseEndpoints:
 
     caller: Callable[[Request], Awaitable[Caller]]
     live: LiveRequests
+    bases: Callable[[], Collection[str]]
+    """Ids of the served bases."""
 
     def routes(self) -> list[Route]:
         return [
@@ -81,6 +83,9 @@ class PauseEndpoints:
                     "only the first admin key may pause all models; name one of yours with model="
                 )
             return EVERYTHING
+        if model in self.bases():
+            why = "is a base; name one adapter, or leave model out to mean all models"
+            raise InvalidRequest.field("model", model, why)
         scope = _adapter(model, caller.tenant)
         if scope[0] != caller.tenant and not sees_all_adapters(caller):
             raise PermissionDenied("only its own tenant's admin may pause an adapter")

@@ -148,3 +148,14 @@ async def test_a_pause_of_one_version_is_refused_with_the_name_to_use(
     assert error["param"] == "model"
     assert "all versions" in error["message"]
     assert error["message"].endswith("try 'policy'")
+
+
+@pytest.mark.parametrize("path", ["/pause", "/resume"])
+async def test_a_pause_of_a_base_is_refused_because_it_would_pause_nothing(
+    live: Stack, path: str
+) -> None:
+    answer = await post(live, path, model="base")
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert error["param"] == "model"
+    assert "leave model out" in error["message"]
