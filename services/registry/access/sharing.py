@@ -41,7 +41,8 @@ class AdapterSharing:
     audit: Audit
 
     async def set(self, tenant: str, name: str, wanted: SharingChange, actor: str) -> AdapterRecord:
-        """Change who may use an adapter, and return its record.
+        """Change who may use an adapter, and return its record. A change of nothing only reads it
+        and is not in the audit log.
 
         Raises:
             AdapterNotFound: there is no such adapter.
@@ -54,7 +55,8 @@ class AdapterSharing:
             "shared_with": " ".join(record.shared_with),
             "pullable": str(record.pullable).lower(),
         }
-        await self.audit.write(actor, tenant, "adapter.share", subject, details=details)
+        if wanted != SharingChange(visibility=0):
+            await self.audit.write(actor, tenant, "adapter.share", subject, details=details)
         return record
 
     async def describe(
@@ -66,7 +68,8 @@ class AdapterSharing:
         remove_labels: Sequence[str],
         actor: str,
     ) -> AdapterRecord:
-        """Change description and labels, and return the adapter's record.
+        """Change description and labels, and return the adapter's record. A change of nothing only
+        reads it and is not in the audit log.
 
         Raises:
             AdapterNotFound: there is no such adapter.
@@ -86,7 +89,8 @@ class AdapterSharing:
         record, subject = await self._changed(tenant, name, changed)
         labels = " ".join(sorted(f"{key}={value}" for key, value in record.labels.items()))
         details = {"description": record.description, "labels": labels}
-        await self.audit.write(actor, tenant, "adapter.describe", subject, details=details)
+        if description is not None or set_labels or remove_labels:
+            await self.audit.write(actor, tenant, "adapter.describe", subject, details=details)
         return record
 
     async def _changed(

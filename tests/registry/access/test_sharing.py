@@ -22,3 +22,17 @@ async def test_a_publication_that_says_who_may_use_an_adapter_changes_it_as_shar
     assert (entry.action, entry.details["visibility"]) == ("version.publish", "public")
     found = await registry.catalog.find("default/sql", "all")
     assert found.adapter == public.adapter
+
+
+async def test_looking_at_sharing_and_description_is_not_in_the_audit_log(
+    registry: Registry,
+) -> None:
+    await publish(registry, "sql", 1)
+    await registry.sharing.set("default", "sql", SharingChange(PUBLIC), "me")
+    await registry.sharing.describe("default", "sql", "Answers in SQL.", {}, (), "me")
+    seen = await registry.sharing.set("default", "sql", SharingChange(0), "me")
+    assert await registry.sharing.describe("default", "sql", None, {}, (), "me") == seen
+    assert (seen.visibility, seen.description) == (PUBLIC, "Answers in SQL.")
+    entries, _ = await registry.audit.page("default", 100)
+    actions = [entry.action for entry in entries]
+    assert actions == ["adapter.describe", "adapter.share", "version.publish"]
