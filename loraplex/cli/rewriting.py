@@ -152,7 +152,8 @@ async def _merge(args: argparse.Namespace) -> None:
 
     recipe = Recipe(args.method, args.density, args.majority_sign, args.seed)
     report = merge(args.adapters, args.out, recipe, geometry_of(args.base), _dtype(args))
-    _print(args, report, f"merged {len(args.adapters)} adapters ({args.method}) into {args.out}")
+    adapters = f"{num} adapters" if (num := len(args.adapters)) > 1 else "1 adapter"
+    _print(args, report, f"merged {adapters} ({args.method}) into {args.out}")
 
 
 def _merge_into_base(args: argparse.Namespace) -> None:
