@@ -144,9 +144,10 @@ def print_error(error: LoraplexError, *, as_json: bool) -> None:
 
 
 def _line(violation: Violation) -> str:
-    """`field = value: description`; a value that only repeats the field is left out."""
-    shown = violation.value not in ("", violation.field)
-    value = f" = {violation.value}" if shown else ""
+    """`field = value: description`; a value that only repeats the field, or its end after the name
+    of a file, is left out."""
+    repeats = f":{violation.field}".endswith(f":{violation.value}")
+    value = f" = {violation.value}" if violation.value and not repeats else ""
     return printable(f"{violation.field}{value}: {violation.description}")
 
 

@@ -26,6 +26,22 @@ def test_control_characters_of_strangers_are_shown_escaped(
     assert all(c.isprintable() or c == "\n" for c in said.out + said.err)
 
 
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        ("q.lora_B", "error: weights:q.lora_B: has no lora_A\n"),
+        ("weights:q.lora_B", "error: weights:q.lora_B: has no lora_A\n"),
+        ("", "error: weights:q.lora_B: has no lora_A\n"),
+        ("lora_B", "error: weights:q.lora_B = lora_B: has no lora_A\n"),
+    ],
+)
+def test_a_value_that_repeats_its_field_is_left_out(
+    value: str, shown: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    print_error(InvalidRequest.field("weights:q.lora_B", value, "has no lora_A"), as_json=False)
+    assert capsys.readouterr().err == shown
+
+
 def test_an_answer_names_the_version_and_the_digest_that_ran_it() -> None:
     answered = ServedBy(("acme/sql:v12",), ("sha256:ab",), "worker-0", "llama")
     assert version_of(answered) == {
