@@ -27,6 +27,23 @@ def test_a_misspelt_command_is_answered_with_the_nearest(
     assert f"did you mean {meant!r}?" in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("words", "command"),
+    [
+        (["upload", ".", "--name", "a"], "registry upload"),
+        (["keys", "create", "--scope", "reader"], "registry keys create"),
+        (["base", "list"], "registry base list"),
+    ],
+)
+def test_an_unknown_argument_is_answered_with_the_usage_of_its_command(
+    offline: Any, words: list[str], command: str
+) -> None:
+    done = offline(*words, "--bogus")
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"usage: {command} ")
+    assert done.stderr.endswith(f"{command}: unrecognized arguments: --bogus\n")
+
+
 @pytest.mark.parametrize("side", ["v1=0", "v1=-1", "v1", "v1=", "1=5", "v1=1000001", "v1=9" * 99])
 def test_a_side_of_a_split_that_cannot_be_is_usage(offline: Any, side: str) -> None:
     assert offline.error("split", "a", "prod", side)[0] == 2
