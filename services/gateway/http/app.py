@@ -250,20 +250,33 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException), type(error)
     path = request.url.path
     message = f"{error.detail}: see /v1/models, /v1/completions, /v1/chat/completions"
+    headers = dict(error.headers or {})
+    if error.status_code == 405:
+        allowed = _allowed_methods(request)
+        headers["Allow"] = ", ".join(allowed)
+        use = " or ".join(method for method in allowed if method != "HEAD")
+        message = f"{path} does not take {request.method}: use {use}"
     is_path_unknown = error.status_code == 404 or path == "/"  # lorax-client posts to /
     for prefix, instead in NOT_SERVED.items() if is_path_unknown else ():
         if path == prefix or path.startswith(f"{prefix}/"):
             message = f"{path} is not served: {instead}"
             break
     if path.startswith(MESSAGES_PATH):
-        fault = {"type": "not_found_error", "message": message}
+        kind = "not_found_error" if error.status_code == 404 else "invalid_request_error"
+        fault = {"type": kind, "message": message}
         body: dict[str, Any] = {"type": "error", "error": fault}
     else:
         fields = {"param": None, "code": None}
         body = {"error": {"message": message, "type": "invalid_request_error", **fields}}
-    response = json_response(body, dict(error.headers or {}))
+    response = json_response(body, headers)
     response.status_code = error.status_code
     return response
+
+
+def _allowed_methods(request: Request) -> list[str]:
+    """The methods of a path, each of which may have a route of its own."""
+    routes = [route for route in request.app.routes if route.path_regex.match(request.url.path)]
+    return sorted({method for route in routes for method in route.methods})
 
 
 async def _on_disconnect(_: Request, __: Exception) -> Response:
