@@ -117,7 +117,8 @@ class Lookup:
         shown = dataclasses.replace(ref, name=alive[0].shown_name) if alive else ref
         versions = [each.version for each in alive]
         tags = [tag.tag for tag in found.tags if tag.targets]
-        return AdapterNotFound(str(shown), why_missing(shown, versions, tags, names))
+        named = str(shown) if alive else ref.adapter  # People may have given no tag.
+        return AdapterNotFound(named, why_missing(shown, versions, tags, names))
 
     async def newest(self, tenant: str, name: str) -> Found:
         """Some of the newest versions that are not deleted, and some tags. Adapters may have
