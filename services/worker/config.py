@@ -54,9 +54,10 @@ class WorkerConfig:
 
     @property
     def base_aliases(self) -> tuple[str, ...]:
-        """Other names by which adapters may call the base: its hub id, as PEFT writes that."""
-        is_hub_id = base_id_of(self.model) == self.model
-        return (self.model,) if is_hub_id and self.model != self.base_id else ()
+        """Other names by which adapters may call the base: the one that it has by default, since
+        PEFT writes the hub id or the folder that an adapter was trained on."""
+        name = base_id_of(self.model)
+        return (name,) if name != self.base_id else ()
 
     @property
     def max_request_adapters(self) -> int:

@@ -111,10 +111,11 @@ def test_the_base_is_named_after_a_link_and_not_after_its_target(
     assert (base_id_of("."), base_id_of("..")) == ("inner", "snapshot")
 
 
-def test_a_base_under_another_name_is_known_by_its_hub_id_too(tmp_path: Path) -> None:
+def test_a_base_under_another_name_is_known_by_its_default_name_too(tmp_path: Path) -> None:
     renamed = {**GOOD, "LORAPLEX_SERVED_MODEL_NAME": "ours"}
     assert from_env(renamed).base_aliases == ("org/model",)
-    assert from_env({**renamed, "LORAPLEX_MODEL": str(tmp_path)}).base_aliases == ()
+    (folder := tmp_path / "trained-on").mkdir()
+    assert from_env({**renamed, "LORAPLEX_MODEL": str(folder)}).base_aliases == ("trained-on",)
     assert from_env(GOOD).base_aliases == ()
 
 

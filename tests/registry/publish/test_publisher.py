@@ -265,6 +265,16 @@ async def test_a_folder_in_the_config_means_the_base_that_has_its_last_name(
     assert done.version.base_id == "other"
 
 
+async def test_a_folder_in_the_config_means_the_base_that_has_its_last_name_as_an_alias(
+    registry: Registry,
+) -> None:
+    renamed = dataclasses.replace(tiny_base("ours"), aliases=("other",))
+    await registry.bases.register(renamed, replace=False)
+    files = adapter_files(1, base_model_name_or_path="/data/models/other")
+    done = await registry.publisher.finish(await opened(registry, "sql", files, strict=True))
+    assert done.version.base_id == "ours"
+
+
 async def test_an_ambiguous_base_is_refused_listing_the_known_ones(registry: Registry) -> None:
     await registry.bases.register(tiny_base("other"), replace=False)
     files = adapter_files(1, base_model_name_or_path="./somewhere")
