@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from loraplex.adapter_format import tensor_names as parts
@@ -87,16 +87,17 @@ def build_modules(
         by_module = _tensors_by_module(header, base, findings)
         _drop_rows_of_tied_head(by_module, geometry, config)
         for fused in take_fused(by_module, base, config, findings):
-            modules += _describe_fused(fused, factors, max_rank, findings)
+            modules += _describe_fused(fused, factors, findings)
         for name, tensors in sorted(by_module.items()):
             module = _base_module(name, tensors, base, config, findings)
             if module is None or _is_refused(module, tensors, config, findings):
                 continue
             found = ModuleParts(module, tensors, config)
             if found.check(findings):
-                modules.append(_describe(found, factors, max_rank, findings))
+                modules.append(_describe(found, factors, findings))
     except BadPattern as error:
         findings.refuse(f"{CONFIG_FILE}:rank_pattern", len(config.rank_pattern), str(error))
+    _check_ranks(modules, max_rank, findings)
     for name in [m.name for m in modules if base and m.name in base and base[m.name].is_fixed]:
         findings.refuse(f"{TENSOR_FILE}:{name}", name, CANNOT_ADAPT)
     if not any(module.rank for module in modules) and not findings.refusals:
@@ -224,14 +225,16 @@ def _why_refused(module: Module, tensors: Tensors, config: AdapterConfig) -> str
     return None
 
 
-def _check_rank(rank: int, name: str, max_rank: int, findings: Findings) -> None:
-    if rank > max_rank:
+def _check_ranks(modules: Sequence[AdapterModule], max_rank: int, findings: Findings) -> None:
+    """Refuse an adapter for its largest rank, once for all modules."""
+    largest = max(modules, key=lambda module: module.rank, default=None)
+    if largest is not None and largest.rank > max_rank:
         hint = f"is more than the {max_rank} that is served; train with a smaller r"
-        findings.refuse(f"{CONFIG_FILE}:r", f"rank {rank} of {name}", hint)
+        findings.refuse(f"{CONFIG_FILE}:r", f"rank {largest.rank} of {largest.name}", hint)
 
 
 def _describe_fused(
-    fused: FusedExperts, factors: _Factors, max_rank: int, findings: Findings
+    fused: FusedExperts, factors: _Factors, findings: Findings
 ) -> list[AdapterModule]:
     """One module per expert.
 
@@ -239,7 +242,6 @@ def _describe_fused(
         BadPattern: the patterns of the config take too long.
     """
     rank = factors.rank(fused.parameter)
-    _check_rank(rank, fused.parameter, max_rank, findings)
     fused = fused.counted(rank)
     problem = fused.problem(rank)
     if problem is not None:
@@ -253,9 +255,7 @@ def _describe_fused(
     ]
 
 
-def _describe(
-    found: ModuleParts, factors: _Factors, max_rank: int, findings: Findings
-) -> AdapterModule:
+def _describe(found: ModuleParts, factors: _Factors, findings: Findings) -> AdapterModule:
     """The module with the rank and scale that the config gives it.
 
     Raises:
@@ -266,7 +266,6 @@ def _describe(
     if targets_parameter(found.config, peft_parameter(name)):
         key = peft_parameter(name)
     rank = factors.rank(key) if found.has_lora else 0
-    _check_rank(rank, name, max_rank, findings)
     found.check_shapes(rank, findings)
     return AdapterModule(
         name=name,
