@@ -103,7 +103,10 @@ def sample_log(
             raise InvalidRequest.field(name, value, "must be a finite number above 0")
     count = max(1, round(rate_per_s * duration_s))
     if count > len(log):
-        why = f"for {duration_s:g} s needs {count} requests, the log has {len(log)}: lower one"
+        why = (
+            f"needs {count} requests for {duration_s:g} s, but the log has {len(log)}; lower the "
+            "rate or the duration"
+        )
         raise InvalidRequest.field("--rate", rate_per_s, why)
     popularity = Counter(request.model for request in log if request.model)
     by_popularity = sorted(popularity, key=lambda model: (-popularity[model], model))

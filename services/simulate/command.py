@@ -9,6 +9,7 @@ import sys
 import time
 
 from loraplex.cli.workload_flags import print_summary, trace_of
+from loraplex.errors import InvalidRequest
 from loraplex.workload import ranks_of, summarize
 from loraplex_services.simulate.costs import Costs, read_costs
 from loraplex_services.simulate.fitting import Fitted, fit_trace
@@ -40,6 +41,9 @@ def _costs(args: argparse.Namespace) -> tuple[Costs, int]:
     if (known := ROOFLINES.get(str(args.costs))) is not None:
         return known.costs, known.arena_bytes
     if args.costs is not None:
+        if not args.costs.exists():
+            why = f"is neither a file nor one of {', '.join(ROOFLINES)}"
+            raise InvalidRequest.field("--costs", str(args.costs), why)
         return read_costs(args.costs), DEFAULT_ARENA_BYTES
     fitted = fit_trace(args.fit)
     print(_quality(fitted), file=sys.stderr)

@@ -148,8 +148,6 @@ def read_costs(path: Path) -> Costs:
     """
     try:
         fields = json.loads(path.read_text())
-    except FileNotFoundError:
-        raise InvalidRequest.field("--costs", str(path), "no such file") from None
     except ValueError as error:
         raise InvalidRequest.field("--costs", str(path), f"is not JSON: {error}") from None
     known = {field.name for field in dataclasses.fields(Costs)}

@@ -83,6 +83,7 @@ def test_the_table_names_the_figures(costs: str) -> None:
         (("--kv-memory", "1"), "--kv-memory"),
         (("--cv", "0"), "cv"),
         (("--outside", "9ms,6ms"), "--outside"),
+        (("--costs", "llama-7b@h100"), "one of llama-7b@a10g, "),
     ],
 )
 def test_wrong_flags_are_refused_by_name(costs: str, flags: tuple[str, ...], named: str) -> None:
