@@ -124,5 +124,6 @@ def check_values(num_commas: int, num_brackets: int) -> None:
 
 def _too_large() -> InvalidRequest:
     return InvalidRequest(
-        f"the body is larger than {MAX_BODY_BYTES} bytes", reason="BODY_TOO_LARGE"
+        f"the body is larger than {MAX_BODY_BYTES} bytes; send less in one request",
+        reason="BODY_TOO_LARGE",
     )

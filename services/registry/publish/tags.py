@@ -299,7 +299,7 @@ def _previous(
         wanted = {target.version for target in targets}
         if wanted and wanted <= live and targets != current.targets:
             return targets
-    raise NotFound(f"{address} has no earlier target to go back to")
+    raise NotFound(f"{address} has no earlier target to go back to; name a version")
 
 
 def _not_undone(current: TagRecord) -> list[tuple[TagTarget, ...]]:

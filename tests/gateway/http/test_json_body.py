@@ -121,6 +121,7 @@ async def test_a_body_beyond_the_limit_is_refused(
     with pytest.raises(InvalidRequest) as caught:
         await read_json(sender.request(bodies), GLOBEX)
     assert caught.value.reason == "BODY_TOO_LARGE"
+    assert caught.value.message.endswith("8388608 bytes; send less in one request")
 
 
 @pytest.mark.parametrize("value", [b"{}", b"[]", b"1", b'{"a":1}', b'""'])
