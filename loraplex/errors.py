@@ -98,6 +98,12 @@ class Unsupported(LoraplexError):
 
     reason = "UNSUPPORTED"
 
+    @classmethod
+    def without(cls, package: str) -> Unsupported:
+        """The error for a package that a command needs and that is not installed."""
+        message = f"this needs the package {package!r}: run `pip install {package}`"
+        return cls(message, reason="NOT_INSTALLED")
+
 
 class Unauthenticated(LoraplexError):
     """No key, or a key that is unknown, expired or revoked."""

@@ -145,5 +145,4 @@ def _require() -> None:
     try:
         import cryptography  # noqa: F401
     except ImportError:
-        message = "signing needs the 'cryptography' package: pip install 'loraplex[sign]'"
-        raise Unsupported(message) from None
+        raise Unsupported.without("cryptography") from None

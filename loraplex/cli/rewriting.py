@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 from loraplex.cli.local_base import base_folder, geometry_of, given_folder
 from loraplex.cli.output import show
 from loraplex.cli.parsing import Commands, Run, add_json, add_unused_server, count
-from loraplex.errors import InvalidRequest, Unsupported
+from loraplex.cli.sources import require_numpy
+from loraplex.errors import InvalidRequest
 from loraplex.units import counted
 
 if TYPE_CHECKING:
@@ -134,11 +135,7 @@ def _weighted(text: str) -> tuple[Path, float]:
 
 def _needing_numpy(run: Callable[[argparse.Namespace], Awaitable[None]]) -> Run:
     async def checked(args: argparse.Namespace) -> None:
-        from importlib.util import find_spec
-
-        if find_spec("numpy") is None:
-            message = "this needs the 'numpy' package: pip install 'loraplex[convert]'"
-            raise Unsupported(message)
+        require_numpy()
         await run(args)
 
     return checked

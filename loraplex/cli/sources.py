@@ -20,9 +20,14 @@ def adapter_folder(
         text_only: whether LoRA on vision and audio towers is left out.
         strict: whether files that would be left out are refused.
         base: the base, as a folder or an id; "" = the one that the adapter names.
+
+    Raises:
+        Unsupported: a package is missing that the source or the conversion needs.
     """
     from loraplex.sources import is_remote
 
+    if convert or text_only:
+        require_numpy()
     with ExitStack() as stack:
         folder = Path(source)
         if is_remote(source) or convert or text_only:
@@ -39,6 +44,16 @@ def adapter_folder(
             if without_towers(folder, scratch / "text"):
                 folder = scratch / "text"
         yield folder
+
+
+def require_numpy() -> None:
+    """Raises Unsupported if numpy is missing, which all that rewrites adapters needs."""
+    from importlib.util import find_spec
+
+    from loraplex.errors import Unsupported
+
+    if find_spec("numpy") is None:
+        raise Unsupported.without("numpy")
 
 
 def _converted(folder: Path, scratch: Path, base: str) -> Path:

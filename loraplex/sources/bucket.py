@@ -14,9 +14,10 @@ from loraplex.errors import (
     NotFound,
     PermissionDenied,
     Unavailable,
+    Unsupported,
     Violation,
 )
-from loraplex.sources.selection import needing, select, write_bounded
+from loraplex.sources.selection import select, write_bounded
 
 MAX_OBJECTS = 10_000
 _CHUNK_BYTES = 1 << 20
@@ -36,7 +37,7 @@ def fetch_from_bucket(
         from botocore.config import Config
         from botocore.exceptions import BotoCoreError
     except ImportError:
-        raise needing("boto3") from None
+        raise Unsupported.without("boto3") from None
     prefix += "/" if prefix else ""
     with _typed_errors(source):
         try:

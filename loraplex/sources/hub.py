@@ -23,9 +23,10 @@ from loraplex.errors import (
     NotFound,
     PermissionDenied,
     Unavailable,
+    Unsupported,
     Violation,
 )
-from loraplex.sources.selection import needing, select
+from loraplex.sources.selection import select
 
 _REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
 _CHUNK_BYTES = 1 << 20
@@ -43,7 +44,7 @@ def fetch_from_hub(
     try:
         from huggingface_hub import HfApi, hf_hub_download
     except ImportError:
-        raise needing("huggingface-hub") from None
+        raise Unsupported.without("huggingface-hub") from None
     api = HfApi()
     with _typed_errors(address):
         info = api.model_info(repository, revision=revision or None, files_metadata=True)

@@ -10,7 +10,7 @@ from loraplex.adapter_format import CONFIG_FILE, TENSOR_FILE
 from loraplex.adapter_format.files import IGNORED, MAX_BYTES, MAX_PICKLE_BYTES, PICKLE_FILE
 from loraplex.adapter_format.sentence_folder import MODULES_FILE, POOLING_FILE
 from loraplex.client.progress import Progress
-from loraplex.errors import DataLoss, InvalidAdapter, Unsupported, Violation
+from loraplex.errors import DataLoss, InvalidAdapter, Violation
 from loraplex.signature_bundle import SIGNATURE_FILE
 
 _MAX_NAMED = 8
@@ -82,8 +82,3 @@ def write_bounded(
     if done_bytes != size:
         raise DataLoss(f"{name}: {done_bytes} of {size} bytes arrived; try again")
     return digest.hexdigest()
-
-
-def needing(package: str) -> Unsupported:
-    """The error for a package that is not installed."""
-    return Unsupported(f"this needs the {package!r} package: pip install 'loraplex[sources]'")

@@ -139,3 +139,29 @@ def test_a_failed_tls_handshake_is_one_object(registry: Command, tmp_path: Path)
     )
     assert done.returncode == 6
     assert json.loads(done.stderr)["error"]["reason"] == "UNREACHABLE"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("upload", "demo/adapters/mask", "--name", "mask", "--convert"),
+        ("upload", "demo/adapters/mask", "--name", "mask", "--text-only"),
+        ("convert", "demo/adapters/mask", "never", "--to", "lora"),
+        ("merge", "demo/adapters/mask", "--out", "never"),
+    ],
+)
+def test_a_missing_package_is_named_with_the_way_to_get_it(words: tuple[str, ...]) -> None:
+    code = (
+        "import sys; sys.modules['numpy'] = None; import loraplex.cli.registry as registry; "
+        "sys.exit(registry.main())"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, *words, "--json"],
+        capture_output=True,
+        text=True,
+        env=environment(LORAPLEX_REGISTRY_ADDRESS="127.0.0.1:1"),
+        cwd=REPO,
+    )
+    error = json.loads(done.stderr)["error"]
+    assert (done.returncode, error["reason"]) == (2, "NOT_INSTALLED")
+    assert "pip install numpy" in error["message"]
