@@ -96,7 +96,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
         self.draining = False
         self.held: tuple[worker_pb2.AdapterResidency, ...] = ()
         """Adapters that a new watcher hears of."""
-        self.free_blocks = self.idle_blocks = self.total_blocks = 0
+        self.free_blocks = self.idle_blocks = self.total_blocks = self.queued_tokens = 0
         self.die_after_tokens: int | None = None
         """The sessions break once that many tokens were sent."""
         self.stands_at: int | None = None
@@ -190,6 +190,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
                 idle_blocks=self.idle_blocks,
                 total_blocks=self.total_blocks,
                 step_s=self.step_s,
+                queued_tokens=self.queued_tokens,
             ),
             adapters=self.held if full else adapters,
             base_id=self.base_id,

@@ -217,13 +217,13 @@ async def test_add_special_tokens_says_whether_bos_is_added(stack: Stack) -> Non
 
 
 async def test_probes_and_metrics(stack: Stack) -> None:
+    stack.workers[0].queued_tokens = 7
     await stack.start()
-    assert (await _send(stack, "/healthz", method="GET"))[0] == 200
-    assert (await _send(stack, "/health", method="GET"))[0] == 200
-    assert (await _send(stack, "/readyz", method="GET"))[0] == 200
-    status, _, body = await _send(stack, "/metrics", method="GET")
-    assert status == 200
+    for path in ("/healthz", "/health", "/readyz", "/metrics"):
+        status, _, body = await _send(stack, path, method="GET")
+        assert status == 200
     assert b'loraplex_gateway_ready_workers{base="base"} 1.0' in body
+    assert b'loraplex_gateway_queued_tokens{base="base"} 7.0' in body
     await stack.stop_server(stack.workers[0].worker_id)
     while b'loraplex_gateway_ready_workers{base="base"} 0.0' not in body:
         assert status == 200
