@@ -184,6 +184,9 @@ async def _tenants_set(args: argparse.Namespace) -> None:
 
     fields = [field.name for field in dataclasses.fields(Tenant) if field.name != "tenant"]
     given = {name: value for name in fields if (value := getattr(args, name, None)) is not None}
+    if not given:  # The registry would take it as a change of all settings to their defaults.
+        why = "name a setting to change, such as --max-bytes 50GiB"
+        raise InvalidRequest.field("TENANT", args.tenant, why)
     if "signature_keys" in given:
         given["signature_keys"] = _public_keys(given["signature_keys"])
     async with client_of(args) as client:

@@ -117,6 +117,8 @@ def test_a_demand_leaves_other_limits_alone_and_bad_keys_are_named(
     registry.json("tenants", "set", "limited", "--max-versions", "3", "--max-bytes", "5MiB")
     now = _demand(registry, "limited", _keys(tmp_path)["public"])
     assert (now["max_versions"], now["max_bytes"]) == (3, 5 << 20)
+    code, error = registry.error("tenants", "set", "limited")
+    assert code == 2 and "name a setting" in error["message"]
     now = registry.json("tenants", "set", "limited", "--max-bytes", "0")
     assert (now["max_versions"], now["max_bytes"], len(now["signature_keys"])) == (3, 0, 1)
     bad = tmp_path / "bad.pem"
