@@ -75,7 +75,7 @@ class Resolver:
             # SGLang's clients name adapters in this way.
             why = f"{base_id} is a base; name an adapter of it without the base, as {name!r}"
             raise AdapterNotFound(call.model, why)
-        version = await self._version(call.model, call, "model")
+        version = await self._version(call.model, call, "model", bases)
         return Target(version.base_id, (_running(version, 1.0),))
 
     def bases(self) -> Mapping[str, ServedModel]:
@@ -98,7 +98,8 @@ class Resolver:
         if base is not None:
             return base
         viewer = None if runs_all else tenant
-        version = await self._find(parse_ref(model, tenant, field=field), viewer, "")
+        ref = parse_ref(model, tenant, field=field)
+        version = await self._find(ref, viewer, "", self._bases())
         self._check_served(version, model)
         return version
 
@@ -107,7 +108,7 @@ class Resolver:
 
         Raises: Unavailable.
         """
-        await self._ask(parse_ref(ref), "")
+        await self._ask(parse_ref(ref), "", self._bases())
 
     async def _on_base(self, call: GenerateCall) -> Target:
         if (num_adapters := len(call.adapters)) > MAX_ADAPTERS_PER_REQUEST:
@@ -116,7 +117,7 @@ class Resolver:
         running = []
         for index, asked in enumerate(call.adapters):
             field = f"adapters[{index}].ref"
-            version = await self._version(asked.ref, call, field)
+            version = await self._version(asked.ref, call, field, {call.model})
             if version.base_id != call.model:
                 raise InvalidRequest.field(
                     field, asked.ref, f"it was made for {version.base_id!r}, not {call.model!r}"
@@ -124,10 +125,12 @@ class Resolver:
             running.append(_running(version, _weight(asked.weight, index)))
         return Target(call.model, _merged(running))
 
-    async def _version(self, text: str, call: GenerateCall, field: str) -> Version:
+    async def _version(
+        self, text: str, call: GenerateCall, field: str, base_ids: Collection[str]
+    ) -> Version:
         ref = parse_ref(text, call.tenant, field=field)
         try:
-            version = await self._find(ref, call.viewer, call.split_key)
+            version = await self._find(ref, call.viewer, call.split_key, base_ids)
             self._check_served(version, text)
         except AdapterNotFound as error:
             error.violations = (Violation.of(field, text, error.hint),)
@@ -142,13 +145,15 @@ class Resolver:
             why = f"it was published for another base that was called {version.base_id!r}"
             raise AdapterNotFound(text, why)
 
-    async def _find(self, ref: Ref, viewer: str | None, split_key: str) -> Version:
+    async def _find(
+        self, ref: Ref, viewer: str | None, split_key: str, base_ids: Collection[str]
+    ) -> Version:
         """Find a version; other tenants' private adapters look exactly like missing ones."""
-        version = self.snapshot.find(ref, split_key)
+        version = self.snapshot.find(ref, split_key, base_ids)
         if version is None or not version.visible_to(viewer):
             # The registry is asked in both cases: the time of a refusal must not tell whether
             # another tenant has a private adapter of this name.
-            version = await self._ask(ref, split_key)
+            version = await self._ask(ref, split_key, base_ids)
         if version is None or not version.visible_to(viewer):
             raise self._missing(ref, viewer)
         return version
@@ -162,7 +167,7 @@ class Resolver:
         tags = [tag.tag for tag in listing.tags]
         return AdapterNotFound(str(shown), why_missing(shown, versions, tags))
 
-    async def _ask(self, ref: Ref, split_key: str) -> Version | None:
+    async def _ask(self, ref: Ref, split_key: str, base_ids: Collection[str]) -> Version | None:
         """Ask the registry and remember its answer. Mutates: snapshot."""
         snapshot, began = self.snapshot, self.snapshot.num_changes
         try:
@@ -178,7 +183,7 @@ class Resolver:
             ) from error
         snapshot.put_found(version, tags, began)  # A snapshot that replaced it may be newer.
         self.on_moves({(version.tenant, version.name.lower())})
-        return self.snapshot.find(ref, split_key) or version
+        return self.snapshot.find(ref, split_key, base_ids) or version
 
 
 def _fits(version: Version, base: ServedModel | None) -> bool:

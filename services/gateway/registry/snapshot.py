@@ -4,7 +4,7 @@ Pure.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 from loraplex.api.registry import Tag
@@ -152,11 +152,19 @@ class RegistrySnapshot:
         """One version that is not deleted."""
         return self.find(Ref(tenant, name.lower(), version=number), "")
 
-    def find(self, ref: Ref, split_key: str) -> Version | None:
-        """The version that a reference means; None if the snapshot lacks it. Checks no access."""
+    def find(
+        self, ref: Ref, split_key: str, base_ids: Collection[str] = frozenset()
+    ) -> Version | None:
+        """The version that a reference means; None if the snapshot lacks it. Checks no access.
+
+        Args:
+            base_ids: bases that it may be for, if its content was published for several.
+        """
         entry = self._entries.get((ref.tenant, ref.name))
         if entry is None:
             return None
+        if ref.digest is not None:
+            return _of_digest(entry, ref.digest, base_ids)
         return entry.versions.get(self._number(entry, ref, split_key))
 
     def latest(self, tenant: str) -> Iterator[Version]:
@@ -211,10 +219,6 @@ class RegistrySnapshot:
         """0 = nothing answers."""
         if ref.version is not None:
             return ref.version
-        if ref.digest is not None:
-            return max(
-                (v.number for v in entry.versions.values() if v.digest == ref.digest), default=0
-            )
         tag = entry.tags.get(ref.tag or LATEST)
         return (
             split_choice(tag.targets, split_key).version if tag is not None and tag.targets else 0
@@ -223,6 +227,21 @@ class RegistrySnapshot:
 
 def _key(version: Version) -> tuple[Adapter, int]:
     return (version.tenant, version.name.lower()), version.number
+
+
+def _of_digest(entry: _Entry, digest: str, base_ids: Collection[str]) -> Version | None:
+    """The newest version of some content. If it was published for several bases, it is for the
+    first of those that may be: what is published later must not move a reference that names its
+    content to another base."""
+    found = [version for version in entry.versions.values() if version.digest == digest]
+    usable = [version for version in found if version.base_id in base_ids] or found
+    first = min(usable, key=_by_number, default=None)
+    same_base = (each for each in usable if first is not None and each.base_id == first.base_id)
+    return max(same_base, key=_by_number, default=None)
+
+
+def _by_number(version: Version) -> int:
+    return version.number
 
 
 def _newest(entry: _Entry) -> Version | None:

@@ -103,6 +103,29 @@ async def test_missing_reference_is_asked_once_and_remembered(
     assert registry.asked == ["default/upper:v3"]
 
 
+@pytest.mark.parametrize(
+    ("bases", "model", "label"),
+    [
+        (["base"], None, "default/upper:v2"),
+        (["twin"], None, "default/upper:v3"),
+        (["base", "twin"], None, "default/upper:v2"),
+        (["base", "twin"], "base", "default/upper:v2"),
+        (["base", "twin"], "twin", "default/upper:v3"),
+    ],
+)
+async def test_a_digest_that_was_published_for_several_bases_keeps_its_base_where_that_is_served(
+    registry: RegistryLookup, bases: list[str], model: str | None, label: str
+) -> None:
+    resolver = Resolver(registry, lambda: {each: ServedModel(each, 10, 10) for each in bases})
+    first = _version(1)
+    again = replace(first, number=2)  # with another README
+    for version in (replace(first, number=3, base_id="twin"), again, first):
+        resolver.snapshot.put_version(version)
+    ref = f"upper@{first.digest}"
+    asked = () if model is None else (AskedAdapter(ref, None),)
+    assert await _label(resolver, model or ref, adapters=asked) == label
+
+
 class SlowLookup(RegistryLookup):
     """Something happens between its answer and the arrival of the answer."""
 
