@@ -31,7 +31,7 @@ def add(commands: Commands) -> None:
         "your own)",
     )
     parser.add_argument(
-        "--adapter", default="", metavar="TENANT/NAME", help="show only this adapter"
+        "--adapter", default="", metavar="[TENANT/]NAME", help="show only this adapter"
     )
     parser.add_argument(
         "--since", default="", metavar="DAY", help="first day, as YYYY-MM-DD (default: 30 days ago)"

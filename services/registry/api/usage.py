@@ -70,12 +70,15 @@ def since_from_proto(since: str, today: datetime.date) -> datetime.date:
 
 
 def entries_to_proto(days: Iterable[UsageDay], tenant: str, model: str) -> list[pb.UsageEntry]:
-    """Entries of one tenant ("" = all) and model ("" = all)."""
+    """Entries of one tenant ("" = all) and model ("" = all). A name without a tenant is that of an
+    adapter of the entry's tenant, or the id of a base."""
+    wanted = model.lower()
     return [
         pb.UsageEntry(day=day.day, tenant=key.tenant, model=key.model, **counters)
         for day in days
         for key, counters in by_key(day.counts).items()
-        if tenant in ("", key.tenant) and model.lower() in ("", key.model.lower())
+        if tenant in ("", key.tenant)
+        and wanted in ("", key.model.lower(), key.model.lower().removeprefix(f"{key.tenant}/"))
     ]
 
 

@@ -40,6 +40,16 @@ async def _entries(registry: Registry, tenant: str = "", model: str = "") -> lis
     return [(f"{entry.day[-2:]} {entry.tenant} {entry.model}", entry.requests) for entry in found]
 
 
+async def test_a_name_without_a_tenant_selects_the_tenant_s_adapter_or_a_base(
+    registry: Registry,
+) -> None:
+    await _add(registry, "1", _report("a", "a/X", 2), _report("a", "b/x", 1), _report("a", "y", 4))
+    assert await _entries(registry, "a", "x") == [("03 a a/X", 2)]
+    assert await _entries(registry, "a", "b/x") == [("03 a b/x", 1)]
+    assert await _entries(registry, "a", "y") == [("03 a y", 4)]
+    assert await _entries(registry, "a", "nobody") == []
+
+
 async def test_reports_add_up_and_the_same_report_counts_once(registry: Registry) -> None:
     await _add(registry, "1", _report("a", "a/x", 2), _report("b", "base", 1))
     await _add(registry, "2", _report("a", "a/x", 3), _report("a", "a/x", 1, "2026-11-04"))
