@@ -24,7 +24,7 @@ def random_rows(num_rows, num_inputs):
     return torch.randn(num_rows, num_inputs).bfloat16()
 
 
-@pytest.mark.parametrize("num_rows", [1, 2, 15, 16, 17, 32, 33, 300])
+@pytest.mark.parametrize("num_rows", [1, 2, 15, 16, 17, 32, 33, 600])
 @pytest.mark.parametrize("shape", [(1, 32), (33, 96), (200, 64), (70, 4224)], ids=str)
 def test_a_plain_weight_gives_the_bits_of_a_weight_in_tiles(amx, shape, num_rows):
     torch.manual_seed(0)
@@ -81,7 +81,7 @@ def test_the_first_is_the_best_where_nothing_is_above_minus_infinity(amx):
 
 
 @pytest.mark.parametrize("operation", sorted(GATES))
-@pytest.mark.parametrize("num_rows", [1, 3, 16, 32, 33, 300])
+@pytest.mark.parametrize("num_rows", [1, 3, 16, 32, 33, 600])
 @pytest.mark.parametrize("shape", [(32, 1), (96, 100), (192, 1056)], ids=str)
 def test_joined_gates_have_the_bits_of_separate_ones(amx, shape, num_rows, operation):
     torch.manual_seed(2)

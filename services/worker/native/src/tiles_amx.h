@@ -49,7 +49,7 @@ public:
     static constexpr bool kKeepsRows = true;
     static constexpr int64_t kMaxTaskPanels = 16;
 
-    // Rows of a task when there are many, so that their inputs are cached and outputs of a panel are, too.
+    // Rows of a task when there are many: their inputs, and their outputs of a panel, stay in the second-level cache.
     static int64_t task_rows(int64_t num_tiles) {
         return std::clamp<int64_t>(kCachedBytes / (num_tiles * kTileBytes), 256, 512);
     }
