@@ -149,7 +149,7 @@ async def _merge(args: argparse.Namespace) -> None:
 
     recipe = Recipe(args.method, args.density, args.majority_sign, args.seed)
     report = merge(args.adapters, args.out, recipe, geometry_of(args.base), _dtype(args))
-    adapters = f"{num} adapters" if (num := len(args.adapters)) > 1 else "1 adapter"
+    adapters = counted(len(args.adapters), "adapter")
     _print(args, report, f"merged {adapters} ({args.method}) into {args.out}")
 
 

@@ -46,7 +46,7 @@ class ScalingSignals(Collector):
             views = self._fleet.views(base_id)
             taking = [view for view in views if view.takes_requests]
             ready.add_metric([base_id], len(taking))
-            # What a lost worker reported last is no longer there to be computed.
+            # The tokens that a lost worker reported last do not wait there any more.
             reported = [view.load.queued_tokens for view in views if view.connected]
             queued.add_metric([base_id], sum(reported))
             wait.add_metric([base_id], self._controller.expected_wait_s + _soonest_s(taking))
