@@ -267,8 +267,7 @@ async def _facts(client: RegistryClient, version: AdapterVersion) -> dict[str, s
     facts |= {f"labels.{key}": value for key, value in version.labels.items()}
     for file in version.files:
         facts[f"files.{file.path}"] = f"{file.size_bytes} bytes sha256:{file.sha256[:12]}"
-    at = f"{version.tenant}/{version.name}@{version.digest}"
-    config = json.loads(await client.read_file(at, "adapter_config.json"))
+    config = json.loads(await client.read_file(version.ref, "adapter_config.json"))
     facts |= {f"config.{key}": json.dumps(value, sort_keys=True) for key, value in config.items()}
     return facts
 

@@ -163,12 +163,13 @@ async def _tag(args: argparse.Namespace) -> None:
         if args.delete:
             _print(await client.delete_tag(name, args.tag, expect=args.expect), args.json)
             return
-        parse_ref(args.ref, field="REF")
+        digest = parse_ref(args.ref, field="REF").digest
         version = (await client.get(args.ref)).version
         tag = await client.set_tag(
             f"{version.tenant}/{version.name}",
             args.tag,
-            {version.version: 1},
+            # The registry refuses a digest that it cannot tell the version of.
+            {digest or version.version: 1},
             expect=args.expect,
             when_loaded_s=args.when_loaded,
         )

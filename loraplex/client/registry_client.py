@@ -229,7 +229,7 @@ class RegistryClient:
         self,
         name: str,
         tag: str,
-        targets: Mapping[int, int],
+        targets: Mapping[int | str, int] | Mapping[int, int],
         *,
         expect: str | None = None,
         when_loaded_s: float = 0.0,
@@ -238,7 +238,7 @@ class RegistryClient:
         """Point a tag at versions.
 
         Args:
-            targets: weight by version number; one entry unless the tag is split.
+            targets: weight by version number or digest; one entry unless the tag is split.
             expect: digest that the tag must point at now, "none" if it must not exist; None = any.
             when_loaded_s: above 0: the tag moves only once gateways have loaded the versions,
                 within this time.
@@ -246,11 +246,17 @@ class RegistryClient:
 
         Raises:
             Conflict: `expect` does not hold.
+            InvalidRequest: the content of a digest was published for several bases.
         """
         request = pb.SetTagRequest(
             name=name,
             tag=tag,
-            targets=[pb.TagTarget(version=v, weight=w) for v, w in targets.items()],
+            targets=[
+                pb.TagTarget(digest=version, weight=weight)
+                if isinstance(version, str)
+                else pb.TagTarget(version=version, weight=weight)
+                for version, weight in targets.items()
+            ],
             expect=expect,
             when_loaded_s=when_loaded_s,
             reason=reason,

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from loraplex.errors import AdapterNotFound
+from loraplex.errors import AdapterNotFound, InvalidRequest
 from loraplex.refs import Ref, parse_ref, split_choice, why_missing
 from loraplex_services.common import documents
 from loraplex_services.common.callers import note_read
@@ -70,21 +70,30 @@ class Lookup:
         self._store = store
         self._catalog = catalog
 
-    async def resolve(self, ref: Ref, access: Access, split_key: str = "") -> ResolvedVersion:
-        """The live version that a reference means to this caller.
+    async def resolve(
+        self, ref: Ref, access: Access, split_key: str = "", *, to_change: bool = False
+    ) -> ResolvedVersion:
+        """The live version that a reference means to this caller. A digest means the newest version
+        with this content, or where it was published for several bases, the newest for the first.
+
+        Args:
+            to_change: whether the caller changes something about the version. It then has to say
+                which one, where the content was published for several bases.
 
         Raises:
             AdapterNotFound: there is none, or another tenant's private one.
+            InvalidRequest: a digest does not say which one to change.
         """
         kind, selector = _selector(ref)
         found = await self._found(ref.tenant, ref.name, kind, selector)
-        version = _selected(found, ref, split_key)
         is_visible = access.may_see(ref.tenant, found.adapter)
-        if version is None and ref.digest is not None and found.versions and is_visible:
-            # The newest version of this content was deleted; an older one may be alive.
+        if ref.digest is not None and found.versions and is_visible:
+            # The index has one version of each content; there may be others.
             found = await self._found(ref.tenant, ref.name, "live")
-            version = _selected(found, ref, split_key)
             is_visible = access.may_see(ref.tenant, found.adapter)
+            if to_change and is_visible:
+                _check_one_base(found, ref)
+        version = _selected(found, ref, split_key)
         if is_visible:  # What is hidden may not be told from what is missing.
             note_read.get()(found.num_documents)
         if version is None or not is_visible:
@@ -249,13 +258,29 @@ def _selected(found: Found, ref: Ref, split_key: str) -> VersionRecord | None:
         tag = next((tag for tag in found.tags if tag.tag == ref.tag), None)
         is_live = tag is not None and bool(tag.targets)
         number = split_choice(tag.targets, split_key).version if tag and is_live else 0
-    matches: Callable[[VersionRecord], bool] = (
-        (lambda record: record.digest == ref.digest)
-        if ref.digest is not None
-        else (lambda record: record.version == number)
-    )
-    live = [record for record in found.versions if not record.deleted and matches(record)]
-    return live[-1] if live else None
+    if ref.digest is not None:
+        same = _of_content(found, ref.digest)
+        return next((each for each in reversed(same) if each.base_id == same[0].base_id), None)
+    live = (record for record in found.versions if not record.deleted)
+    return next((record for record in live if record.version == number), None)
+
+
+def _of_content(found: Found, digest: str) -> list[VersionRecord]:
+    return [each for each in found.versions if not each.deleted and each.digest == digest]
+
+
+def _check_one_base(found: Found, ref: Ref) -> None:
+    """Raises InvalidRequest if the content that a reference names is there for several bases."""
+    assert ref.digest is not None, "asked for references by digest"
+    newest = {record.base_id: record.version for record in _of_content(found, ref.digest)}
+    if len(newest) > 1:
+        shown = ", ".join(f"v{number} for {base_id}" for base_id, number in newest.items())
+        raise InvalidRequest.field(
+            "ref",
+            str(ref),
+            f"the same content was published for several bases ({shown}); name a version",
+            reason="AMBIGUOUS_DIGEST",
+        )
 
 
 def _by_version(tags: Iterable[TagRecord]) -> Mapping[int, Sequence[TagRecord]]:

@@ -95,7 +95,8 @@ class AdminService(registry_pb2_grpc.RegistryServiceServicer):
         self, request: pb.AttachSignatureRequest, context: Any
     ) -> pb.AttachSignatureResponse:
         access = caller_access()
-        found = await self._registry.lookup.resolve(parse_ref(request.ref, access.tenant), access)
+        ref = parse_ref(request.ref, access.tenant)
+        found = await self._registry.lookup.resolve(ref, access, to_change=True)
         access.require("publisher", found.version.tenant)
         signatures = self._registry.signatures
         offered = Offered(request.bundle, request.public_key)
@@ -125,7 +126,8 @@ class AdminService(registry_pb2_grpc.RegistryServiceServicer):
         self, request: pb.SetCertificateRequest, context: Any
     ) -> pb.SetCertificateResponse:
         access = caller_access()
-        found = await self._registry.lookup.resolve(parse_ref(request.ref, access.tenant), access)
+        ref = parse_ref(request.ref, access.tenant)
+        found = await self._registry.lookup.resolve(ref, access, to_change=True)
         if not access.sees_all:
             access.require("publisher", found.version.tenant)
         record = convert.certificate_from_proto(request.certificate, access)

@@ -143,7 +143,7 @@ class RegistryService(PublishService):
             access.require("publisher", ref.tenant)
             number = ref.version
             if number is None:
-                number = (await lookup.resolve(ref, access)).version.version
+                number = (await lookup.resolve(ref, access, to_change=True)).version.version
             async with lookup.explained(access):
                 deleted = await deletion.version(
                     ref.tenant,
@@ -219,7 +219,8 @@ class RegistryService(PublishService):
                 raise InvalidRequest.field("targets", "", "name a version or a digest")
             if not number:
                 ref = parse_ref(f"{address.scope}@{message.digest}", field="targets.digest")
-                number = (await self._registry.lookup.resolve(ref, access)).version.version
+                found = await self._registry.lookup.resolve(ref, access, to_change=True)
+                number = found.version.version
             targets.append(TagTarget(number, message.digest, message.weight or 1))
         if len({target.version for target in targets}) < len(targets):
             raise InvalidRequest.field("targets", address.tag, "must not name a version twice")
