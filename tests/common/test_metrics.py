@@ -5,6 +5,7 @@ import json
 import threading
 from collections.abc import AsyncIterator
 
+import httpx
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.openmetrics import parser as openmetrics
@@ -50,8 +51,17 @@ async def test_serves_metrics_and_probes() -> None:
     assert status == 200
     assert "loraplex_test_things_total 3.0" in body
     assert (await _get(server.port, "/"))[0] == 404
-    assert (await _get(server.port, "/metrics", "POST"))[0] == 405
     await server.stop()
+
+
+async def test_another_method_is_refused_with_the_one_to_use() -> None:
+    server = MetricsServer(lambda: True, registry=CollectorRegistry())
+    await server.start("127.0.0.1:0")
+    async with httpx.AsyncClient() as client:
+        answer = await client.post(f"http://127.0.0.1:{server.port}/metrics?all")
+    await server.stop()
+    assert (answer.status_code, answer.headers["allow"]) == (405, "GET")
+    assert answer.text == "/metrics does not take POST: use GET\n"
 
 
 @pytest.mark.parametrize("accept", [PROMETHEUS_2, PROMETHEUS_3])

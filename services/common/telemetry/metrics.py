@@ -109,9 +109,9 @@ class MetricsServer:
         words = head.split(b"\r\n", 1)[0].split(b" ")
         if len(words) != 3:
             return 400, _TEXT, b"bad request line\n"
-        if words[0] != b"GET":
-            return 405, _TEXT, b"only GET\n"
         path = words[1].split(b"?", 1)[0]
+        if words[0] != b"GET":
+            return 405, _TEXT, b"%s does not take %s: use GET\n" % (path, words[0])
         if path == b"/metrics":
             host = _header(head.decode("latin-1"), "host").lower()
             if self._is_local and host and not (is_loopback(host) or is_local(host)):
@@ -195,8 +195,9 @@ def _probe(good: bool) -> Answer:
 
 
 def _encoded(status: int, content_type: str, body: bytes) -> bytes:
+    allow = "allow: GET\r\n" if status == 405 else ""
     head = (
-        f"HTTP/1.1 {status} {_REASONS[status]}\r\ncontent-type: {content_type}\r\n"
+        f"HTTP/1.1 {status} {_REASONS[status]}\r\n{allow}content-type: {content_type}\r\n"
         f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
     )
     return head.encode() + body
