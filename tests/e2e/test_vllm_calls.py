@@ -39,8 +39,8 @@ def test_adapters_published_otherwise_cannot_be_unloaded(stack: Stack) -> None:
     status, said = _post(stack, "/v1/unload_lora_adapter", '{"lora_name": "upper"}')
     assert status == 403
     assert "registry delete" in said
-    status, _ = _post(stack, "/v1/unload_lora_adapter", '{"lora_name": "nobody"}')
-    assert status == 404
+    status, said = _post(stack, "/v1/unload_lora_adapter", '{"lora_name": "uper"}')
+    assert status == 404 and "did you mean default/upper?" in said
 
 
 @pytest.mark.parametrize("path", ["../base", "/etc", "nothing", "upper/../../base"])

@@ -20,8 +20,8 @@ from loraplex.api.load import ModelLoad
 from loraplex.api.registry import Tag, TagTarget
 from loraplex.api.residency import Tier
 from loraplex.client.registry_client import RegistryClient
-from loraplex.errors import AdapterNotFound, InvalidRequest, LoraplexError, Unsupported
-from loraplex.refs import parse_name
+from loraplex.errors import InvalidRequest, LoraplexError, Unsupported
+from loraplex.refs import LATEST, Ref, parse_name
 from loraplex_services.common.callers import Caller
 from loraplex_services.common.units import parse_digits
 from loraplex_services.gateway.http.body import Body, bad_type
@@ -130,7 +130,7 @@ class AdapterEndpoints:
         tenant, short = parse_name(name, caller.tenant, field="name")
         listing = self.resolver.snapshot.listing(tenant, short.lower(), caller.tenant)
         if listing is None:
-            raise AdapterNotFound(name)
+            raise self.resolver.missing(Ref(tenant, short, tag=LATEST), caller.tenant)
         devices = self._devices()
         last_minute = self._recent(caller).get(_full_name(listing))
         body = _row(listing, devices, {}) | {

@@ -117,7 +117,8 @@ class AliasEndpoints:
                 )
             ]
             if not found:
-                raise AdapterNotFound(name)
+                await registry.get(name)  # raises an error that says which adapters exist
+                raise AdapterNotFound(name)  # It has been published since.
             if any(version.labels.get(LABEL) != SOURCE for version in found):
                 raise PermissionDenied(
                     f"{name!r} has versions that were not loaded here; use `registry delete`"

@@ -155,10 +155,11 @@ class Resolver:
             # another tenant has a private adapter of this name.
             version = await self._ask(ref, split_key, base_ids)
         if version is None or not version.visible_to(viewer):
-            raise self._missing(ref, viewer)
+            raise self.missing(ref, viewer)
         return version
 
-    def _missing(self, ref: Ref, viewer: str | None) -> AdapterNotFound:
+    def missing(self, ref: Ref, viewer: str | None) -> AdapterNotFound:
+        """The error that says what is missing, and which versions and tags exist."""
         listing = self.snapshot.listing(ref.tenant, ref.name, viewer)
         if listing is None:
             return AdapterNotFound(str(ref), why_missing(ref, (), ()))
