@@ -76,8 +76,18 @@ class BlockTables:
         self._last_rows: Int64s = np.zeros(0, dtype=np.int64)
         """The tables of the step before, and their rows."""
 
+    @property
+    def max_tokens(self) -> int:
+        """The most tokens of a request for whose blocks there is space."""
+        return self.device.shape[-1] * self._tokens_per_block
+
+    def hold(self, rows: Sequence[PlannedRow]) -> bool:
+        """Whether there is space for the blocks of all requests of these rows."""
+        return all(len(row.request.block_tables[0]) <= self.device.shape[-1] for row in rows)
+
     def update(self, rows: Sequence[PlannedRow]) -> TableChanges:
-        """Give each planned row its table row, and find the entries that have changed.
+        """Give each planned row its table row, and find the entries that have changed. The tables
+        `hold` the rows; steps of which nothing was written may have come before.
 
         An entry changes when a request gets more blocks, or when the prefix cache replaces a block
         that the request has completed by an equal one. Both concern blocks from the one that the

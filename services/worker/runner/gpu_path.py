@@ -91,11 +91,10 @@ class GpuPath:
         operators.lora = self.lora
         self._attention = operators.attention_maker
         self._states = states
-        self._max_model_len = model.config.max_position_embeddings
         self._block_tables = BlockTables(
             len(kv.windows),
             max(settings.max_num_seqs, DECODE.sizes[-1]),
-            -(-self._max_model_len // kv.tokens_per_block),
+            -(-model.config.max_position_embeddings // kv.tokens_per_block),
             kv.tokens_per_block,
             arena.data.device,
         )
@@ -122,10 +121,15 @@ class GpuPath:
     def graph_inputs(self, kind: StepKind) -> GraphInputs:
         """Static inputs of steps of one kind."""
         shared = self._kv, self.lora, self._block_tables
-        return GraphInputs(kind, *shared, self._max_model_len, self._attention, self._states)
+        return GraphInputs(kind, *shared, self._attention, self._states)
+
+    def holds(self, step: StepInputs) -> bool:
+        """Whether the tables on the device have space for a step's sequences. Only those of an
+        adapter with a rotary embedding of its own may be longer than the base's context."""
+        return step.rope_rows is None or self._block_tables.hold(step.plan.rows)
 
     def eager_inputs(self, step: StepInputs) -> InputBuffer:
-        """Inputs of one step on the device."""
+        """Inputs on the device of one step, which `holds`."""
         num_generations = step.num_rows - step.plan.num_contexts
         buffer = InputBuffer(step.num_token_rows, num_generations, 0, self._block_tables)
         buffer.fill(step)
@@ -164,7 +168,7 @@ class GpuPath:
         """The captured step that computes `step`; None if it must run eagerly."""
         if not self._graphs or not step.num_rows or not step.plan.uses_cache:
             return None
-        if step.plan.notes_experts:
+        if step.plan.notes_experts or not self.holds(step):
             return None
         masks = [self._masks_of_slots[run.slot] for run in step.runs]
         known = [mask for mask in masks if mask is not None]

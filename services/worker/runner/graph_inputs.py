@@ -74,14 +74,12 @@ class GraphInputs:
         kv: KvBuffer,
         lora: DeviceLora,
         tables: BlockTables,
-        max_model_len: int,
         attention: AttentionMaker,
         states: StateLayout | None = None,
     ) -> None:
         """`states`: of the base's recurrent layers, if it has any."""
         self.kind = kind
         self._kv = kv
-        self._max_model_len = max_model_len
         self._attention = attention
         self._lora_tables = lora.tables
         num_tokens = max(kind.sizes, default=1)
@@ -133,7 +131,7 @@ class GraphInputs:
             kv_slots=tuple(kv_slots[:size] for kv_slots in buffer.kv_slots),
             tables=tuple(buffer.block_tables.device),
             table_rows=buffer.decode_rows[:size],
-            max_keys=self._max_model_len,
+            max_keys=buffer.block_tables.max_tokens,
             max_contexts=min(size, self.kind.max_contexts),
         )
         return ForwardBatch(

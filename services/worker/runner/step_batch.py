@@ -57,7 +57,7 @@ class BatchMaker:
         """Tensors of one step, for an eager forward pass."""
         num_tokens, device_inputs = step.num_token_rows, None
         rope_rows: torch.Tensor | None = None
-        if self.gpu is not None and step.plan.uses_cache:
+        if self.gpu is not None and step.plan.uses_cache and self.gpu.holds(step):
             buffer = self.gpu.eager_inputs(step)
             device_inputs = buffer.device_inputs(step)
             input_ids, positions = buffer.input_ids[:num_tokens], buffer.positions[:num_tokens]
