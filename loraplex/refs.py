@@ -94,6 +94,7 @@ def parse_name(
     tenant, name = (head, tail) if slash else (default_tenant, head)
     if _TENANT.fullmatch(tenant) and _NAME.fullmatch(name):
         return tenant, name.lower()
+    _check_bare(text, field)
     fixed = _corrected(name, MAX_NAME_CHARS, "/")
     if slash:
         fixed = f"{_corrected(tenant.lower(), MAX_NAME_CHARS, '/')}/{fixed}"
@@ -109,12 +110,24 @@ def check_name(name: str, *, field: str = "name") -> str:
     """Return `name` as it is spelled if it is a legal adapter name without a '/'."""
     if _NAME.fullmatch(name):
         return name
+    if "/" not in name:
+        _check_bare(name, field)
     raise InvalidRequest.field(
         field,
         name,
         "must be 1-96 letters, digits, '.', '_' or '-' and begin with a letter or digit; "
         f"try {_corrected(name, MAX_NAME_CHARS)!r}",
     )
+
+
+def _check_bare(text: str, field: str) -> None:
+    """Raises InvalidRequest if a name is followed by the rest of a reference."""
+    bare = re.split("[:@]", text, maxsplit=1)[0]
+    tenant, slash, name = bare.rpartition("/")
+    is_legal = _NAME.fullmatch(name) and (not slash or _TENANT.fullmatch(tenant))
+    if bare != text and is_legal:
+        why = f"takes a name without a tag, version or digest; try {bare!r}"
+        raise InvalidRequest.field(field, text, why)
 
 
 def check_tenant(tenant: str, *, field: str = "tenant") -> str:

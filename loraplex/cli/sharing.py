@@ -53,6 +53,9 @@ def add(commands: Commands) -> None:
 
 
 async def _describe(args: argparse.Namespace) -> None:
+    from loraplex.refs import parse_name
+
+    parse_name(args.name)
     async with client_of(args) as client:
         if args.text is None and not args.label and not args.remove_label:
             version = (await client.get(args.name)).version

@@ -158,10 +158,9 @@ def _first_of(targets: Sequence[TagTarget]) -> dict[str, Any]:
 async def _tag(args: argparse.Namespace) -> None:
     from loraplex.refs import parse_ref
 
-    name = args.ref.partition("@")[0].partition(":")[0]
     async with client_of(args) as client:
         if args.delete:
-            _print(await client.delete_tag(name, args.tag, expect=args.expect), args.json)
+            _print(await client.delete_tag(args.ref, args.tag, expect=args.expect), args.json)
             return
         digest = parse_ref(args.ref, field="REF").digest
         version = (await client.get(args.ref)).version

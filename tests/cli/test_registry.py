@@ -170,6 +170,28 @@ def test_misspelled_name_exits_2_with_the_corrected_spelling(registry: Any, adap
     assert "My-Adapter" in error["message"]
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["list", "upper:v1"],
+        ["describe", "upper:v1"],
+        ["describe", "upper:v1", "Sorts words"],
+        ["history", "upper:v1", "prod"],
+        ["rollback", "upper:v1", "prod"],
+        ["split", "upper:v1", "prod", "v1=1"],
+        ["split", "upper:v1", "prod", "v1=1", "v2=1", "--shadow"],
+        ["share", "upper:v1", "--public"],
+        ["tag", "upper:v1", "prod", "--delete"],
+    ],
+)
+def test_a_version_where_a_name_belongs_exits_2_with_the_name(
+    registry: Any, command: list[str]
+) -> None:
+    code, error = registry.error(*command)
+    assert code == 2
+    assert error["message"].endswith("takes a name without a tag, version or digest; try 'upper'")
+
+
 def test_watch_reports_an_upload_and_an_interrupt_exits_130(registry: Any, adapter: Path) -> None:
     registry.json("upload", str(adapter), "--name", "seen-before")
     command = registry.argv("watch", "--json", "--registry", _address(registry))

@@ -114,6 +114,18 @@ def test_shows_the_corrected_spelling(text: str, suggestion: str) -> None:
         parse_ref(text)
 
 
+@pytest.mark.parametrize("selector", [":v1", ":prod", ":", f"@{DIGEST}"])
+@pytest.mark.parametrize("name", ["upper", "acme/Upper"])
+def test_a_reference_where_a_name_belongs_is_refused_with_the_name(
+    name: str, selector: str
+) -> None:
+    with pytest.raises(InvalidRequest, match=f"without a tag, version or digest; try '{name}'"):
+        parse_name(name + selector)
+    bare = name.rpartition("/")[2]
+    with pytest.raises(InvalidRequest, match=f"without a tag, version or digest; try '{bare}'"):
+        check_name(bare + selector)
+
+
 @pytest.mark.parametrize("text", ["upper:", "upper:Prod", "upper:.x", "upper:" + "t" * 65])
 def test_refuses_illegal_tags(text: str) -> None:
     with pytest.raises(InvalidRequest, match="try"):
