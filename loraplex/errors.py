@@ -154,6 +154,12 @@ class Blocked(LoraplexError):
     reason = "BLOCKED"
 
 
+class Undecided(LoraplexError):
+    """A comparison ended without enough evidence for a decision."""
+
+    reason = "UNDECIDED"
+
+
 class NotCertified(LoraplexError):
     """A version lacks a certificate that its tenant needs, or diverges too much."""
 
@@ -222,6 +228,7 @@ TABLE: dict[type[LoraplexError], Codes] = {
     ResourceExhausted: Codes(8, 429, "rate_limit_error", 6),
     NotCertified: Codes(9, 409, "invalid_request_error", 3),
     Blocked: Codes(9, 409, "invalid_request_error", 4),
+    Undecided: Codes(9, 409, "invalid_request_error", 1),
     Conflict: Codes(10, 409, "invalid_request_error", 4),
     Unsupported: Codes(12, 400, "invalid_request_error", 2),
     LoraplexError: Codes(13, 500, "server_error", 1),
@@ -241,7 +248,7 @@ def codes_of(error: LoraplexError) -> Codes:
 
 _CLASSES: tuple[type[LoraplexError], ...] = (AdapterNotFound, *TABLE)
 _BY_REASON = {cls.reason: cls for cls in _CLASSES}
-_BY_REASON_ONLY = (InvalidAdapter, NotCertified)
+_BY_REASON_ONLY = (InvalidAdapter, NotCertified, Undecided)
 _BY_GRPC = {codes.grpc: cls for cls, codes in TABLE.items() if cls not in _BY_REASON_ONLY}
 
 

@@ -84,11 +84,11 @@ async def compare(args: argparse.Namespace) -> None:
     Raises:
         InvalidAdapter: the candidate is worse.
         Conflict: the tag moved in the meantime.
-        LoraplexError: undecided after `--max-pairs`.
+        Undecided: undecided after `--max-pairs`.
     """
     from loraplex.client.inference_client import InferenceClient
     from loraplex.client.paired_test import Outcome, PairedTest
-    from loraplex.errors import InvalidAdapter, LoraplexError, Violation
+    from loraplex.errors import InvalidAdapter, Undecided, Violation
 
     test = PairedTest(DEFAULT_MARGIN if args.margin is None else args.margin)
     max_pairs = DEFAULT_MAX_PAIRS if args.max_pairs is None else args.max_pairs
@@ -112,7 +112,7 @@ async def compare(args: argparse.Namespace) -> None:
     if test.outcome is Outcome.REJECTED:
         raise InvalidAdapter.of([Violation.of(candidate.ref, f"{test.mean:+.4f}", found)])
     if not is_accepted:
-        raise LoraplexError(f"the tag stays: {found}", reason="UNDECIDED")
+        raise Undecided(f"the tag stays: {found}")
     value = {
         "name": tag.name,
         "version": candidate.version,
@@ -132,7 +132,9 @@ async def _versions(
 ) -> tuple[AdapterVersion, AdapterVersion]:
     """What the tag points at and the candidate. Raises: InvalidRequest, Conflict, NotFound."""
     from loraplex.errors import Conflict, InvalidRequest
+    from loraplex.refs import parse_name
 
+    parse_name(args.name)
     if len(args.sides) != 2:
         raise InvalidRequest("sides: --shadow takes the served version and one other")
     if args.when_loaded or args.expect:

@@ -112,7 +112,9 @@ def test_a_scorer_decides_by_its_own_scores(stack: Stack, tmp_path: Path) -> Non
 def test_too_few_requests_decide_nothing(stack: Stack) -> None:
     done = shadow(stack, SAME, "--max-pairs", "3")
     assert done.returncode == 1, done.stderr
-    assert "undecided" in done.stderr and prod(stack) == SERVED
+    error = json.loads(done.stderr)["error"]
+    assert (error["code"], error["reason"]) == ("FAILED_PRECONDITION", "UNDECIDED")
+    assert "undecided" in error["message"] and prod(stack) == SERVED
 
 
 def test_only_what_the_tag_points_at_can_be_compared(stack: Stack) -> None:
