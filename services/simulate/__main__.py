@@ -6,7 +6,7 @@ import argparse
 import sys
 
 from loraplex.cli.running import main_of
-from loraplex.errors import LoraplexError
+from loraplex.errors import Unsupported
 from loraplex_services.simulate.flags import make_parser
 
 
@@ -15,7 +15,7 @@ def _run(args: argparse.Namespace) -> None:
     try:
         from loraplex_services.simulate.command import run
     except ModuleNotFoundError as missing:
-        raise LoraplexError(
+        raise Unsupported(
             f"simulating needs the worker's scheduler, and {missing.name} is not installed: "
             "pip install 'loraplex[worker-core]'",
             reason="NOT_INSTALLED",

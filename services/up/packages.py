@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 
-from loraplex.errors import LoraplexError
+from loraplex.errors import Unsupported
 
 MODULES = (
     "boto3", "cryptography", "grpc_health", "grpc_reflection", "huggingface_hub", "jinja2",
@@ -15,13 +15,13 @@ MODULES = (
 
 
 def check_packages() -> None:
-    """Raises LoraplexError that names the packages that are missing and how to install them.
+    """Raises Unsupported that names the packages that are missing and how to install them.
 
     A client is installed without them, and its `loraplex up` would otherwise end in a traceback.
     """
     missing = [module for module in MODULES if find_spec(module) is None]
     if missing:
-        raise LoraplexError(
+        raise Unsupported(
             f"the packages of a server are not installed ({', '.join(missing)}): "
             "run `pip install 'loraplex[local]'`",
             reason="NOT_INSTALLED",

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from loraplex.errors import LoraplexError
+from loraplex.errors import Unsupported
 from loraplex_services.up import packages
 from loraplex_services.up.packages import MODULES, check_packages
 from tests.test_packaging import PROJECT, requirements
@@ -34,5 +34,5 @@ def test_the_modules_that_are_checked_are_those_of_the_extra() -> None:
 def test_missing_packages_are_named_with_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
     check_packages()
     monkeypatch.setattr(packages, "MODULES", (*MODULES, "no_such_module"))
-    with pytest.raises(LoraplexError, match=r"\(no_such_module\).*pip install 'loraplex\[local\]'"):
+    with pytest.raises(Unsupported, match=r"\(no_such_module\).*pip install 'loraplex\[local\]'"):
         check_packages()
