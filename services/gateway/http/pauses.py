@@ -56,9 +56,9 @@ class PauseEndpoints:
         return JSONResponse({"status": "resumed"})
 
     async def is_paused(self, request: Request) -> Response:
-        """GET /is_paused?model=NAME."""
-        scope = await self._scope(request)
-        return JSONResponse({"is_paused": scope in self.live.paused()})
+        """GET /is_paused?model=NAME. An adapter is paused together with all models as well."""
+        scopes = {await self._scope(request), EVERYTHING}
+        return JSONResponse({"is_paused": not scopes.isdisjoint(self.live.paused())})
 
     async def reset_prefix_cache(self, request: Request) -> Response:
         """POST /reset_prefix_cache: changes nothing. Every cache is keyed by the digest of the
@@ -68,8 +68,8 @@ class PauseEndpoints:
         return JSONResponse({"success": True})
 
     async def _scope(self, request: Request) -> Adapter:
-        """The adapter that the caller names and may pause. Raises: PermissionDenied,
-        InvalidRequest."""
+        """The adapter that the caller names and may pause. The only base means all models, as on
+        vLLM, which ignores `model`. Raises: PermissionDenied, InvalidRequest."""
         caller = await self.caller(request)
         require_admin(caller)
         _check_origin(request)
@@ -77,14 +77,15 @@ class PauseEndpoints:
             if name not in _PARAMETERS:
                 raise Unsupported.field(name, "", "this parameter is unknown; leave it out")
         model = request.query_params.get("model", "")
-        if not model:
+        bases = self.bases()
+        if not model or (model in bases and len(bases) == 1):
             if not sees_all_adapters(caller):
                 raise PermissionDenied(
                     "only the first admin key may pause all models; name one of yours with model="
                 )
             return EVERYTHING
-        if model in self.bases():
-            why = "is a base; name one adapter, or leave model out to mean all models"
+        if model in bases:
+            why = "is one of several bases; name one adapter, or leave model out to mean all models"
             raise InvalidRequest.field("model", model, why)
         scope = _adapter(model, caller.tenant)
         if scope[0] != caller.tenant and not sees_all_adapters(caller):

@@ -18,6 +18,7 @@ from tests.gateway.http.live import (
     until_running,
 )
 from tests.gateway.scripted_registry import digest_of
+from tests.gateway.scripted_worker import ScriptedWorker
 
 
 async def test_keep_freezes_running_requests_and_lets_them_go_on(live: Stack) -> None:
@@ -150,11 +151,28 @@ async def test_a_pause_of_one_version_is_refused_with_the_name_to_use(
     assert error["message"].endswith("try 'policy'")
 
 
+async def test_the_only_base_means_all_models(live: Stack) -> None:
+    async def is_paused(**query: str) -> bool:
+        async with httpx.AsyncClient(base_url=live.url) as client:
+            return bool((await client.get("/is_paused", params=query)).json()["is_paused"])
+
+    assert (await post(live, "/pause", model="base")).status_code == 200
+    assert await is_paused() and await is_paused(model="base") and await is_paused(model="policy")
+    assert (await post(live, "/resume", model="policy")).status_code == 200
+    assert await is_paused(model="policy")
+    assert (await post(live, "/resume", model="base")).status_code == 200
+    assert not await is_paused()
+    await post(live, "/pause", model="policy")
+    assert await is_paused(model="policy") and not await is_paused(model="base")
+
+
 @pytest.mark.parametrize("path", ["/pause", "/resume"])
-async def test_a_pause_of_a_base_is_refused_because_it_would_pause_nothing(
-    live: Stack, path: str
+async def test_a_pause_of_one_of_several_bases_is_refused_because_it_would_pause_nothing(
+    stack: Stack, path: str
 ) -> None:
-    answer = await post(live, path, model="base")
+    stack.workers.append(ScriptedWorker("w1", base_id="second"))
+    await stack.start()
+    answer = await post(stack, path, model="second")
     assert answer.status_code == 400
     error = answer.json()["error"]
     assert error["param"] == "model"
