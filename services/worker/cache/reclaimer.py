@@ -66,19 +66,19 @@ class Reclaimer:
         enough."""
 
     def add(self, *sources: Idle) -> None:
-        """Take idle blocks from `source` as well."""
+        """Take idle blocks from `sources` as well."""
         self._sources += sources
 
     def idle_blocks(self, protected: Collection[str] = ()) -> int:
         """Blocks that could be reclaimed now."""
         return sum(source.idle_blocks(protected) for source in self._sources)
 
-    def reclaim(self, num_blocks: int, now: float, protected: Collection[str] = ()) -> bool:
+    def reclaim(self, num_blocks: int, now: float) -> bool:
         """Free idle blocks until `num_blocks` can be allocated.
 
         Returns False, freeing nothing, when that cannot be reached.
         """
-        return self._reclaim(lambda: num_blocks, num_blocks, True, now, protected)
+        return self._reclaim(lambda: num_blocks, num_blocks, True, now, ())
 
     def reclaim_pages(self, num_pages: int, now: float, protected: Collection[str] = ()) -> bool:
         """Free idle items until the arena can allocate `num_pages`.

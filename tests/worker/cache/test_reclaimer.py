@@ -54,9 +54,9 @@ def test_long_idle_things_are_cheap() -> None:
 
 def test_protected_items_stay_and_a_refusal_frees_nothing() -> None:
     arena, reclaimer, shelves = make_stage(6, [Offer(3, 1.0, 1.0)], [Offer(3, 9.0, 1.0)])
-    assert not reclaimer.reclaim(4, now=0.0, protected=["s0"])
+    assert not reclaimer.reclaim_pages(4, now=0.0, protected=["s0"])
     assert arena.num_free == 0 and not shelves[1].gone
-    assert reclaimer.reclaim(3, now=0.0, protected=["s0"])
+    assert reclaimer.reclaim_pages(3, now=0.0, protected=["s0"])
     assert shelves[1].gone and not shelves[0].gone
 
 
