@@ -55,6 +55,7 @@ from tests.worker.loading import blocks_of, in_blocks
 SMALL = Shape("22m", 8192, 384, 1024, 12, 6, 2)
 RANKS = (1, 2, 4, 8)
 COUNTS = (0, 1, 5, 100, 1000, 2000)
+LOADS = 30
 BATCH, NUM_PROMPT = 32, 16
 
 
@@ -260,7 +261,7 @@ def compare_first_tokens(bench: Bench, num_adapters: int, num_probes: int) -> di
     }
 
 
-def load_ms(root: Path, shape: Shape, rank: int, repetitions: int = 30) -> dict[str, float]:
+def load_ms(root: Path, shape: Shape, rank: int) -> dict[str, float]:
     """One load from the page cache: copy and tables, and the part on the engine's thread."""
     base = make_base(shape, root)
     runner = build_runner(base, device="cpu", dtype="float32", arena_bytes=256 << 20)
@@ -268,7 +269,7 @@ def load_ms(root: Path, shape: Shape, rank: int, repetitions: int = 30) -> dict[
     num_pages = runner.pack_adapter(folder).result()
     extents = in_blocks(runner, num_pages, range(blocks_of(runner, num_pages)))
     copies, enters = [], []
-    for _ in range(repetitions):
+    for _ in range(LOADS):
         begin_s = time.perf_counter()
         copied = runner.copy_adapter(folder, extents).result()
         middle_s = time.perf_counter()

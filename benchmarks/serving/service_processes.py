@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 SERVICES = ("gateway", "registry", "worker")
+INTERVAL_S = 0.1
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _ELSEWHERE = ("valkey-server", "redis-server")
@@ -104,11 +105,10 @@ def service_time() -> ProcessorTime:
 
 
 class PeakMemory:
-    """Looks every `interval_s` on a thread; `peaks` are the largest sums seen."""
+    """Looks every `INTERVAL_S` on a thread; `peaks` are the largest sums seen."""
 
-    def __init__(self, interval_s: float = 0.1) -> None:
+    def __init__(self) -> None:
         self.peaks: dict[str, int] = {}
-        self._interval_s = interval_s
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._watch)
 
@@ -121,6 +121,6 @@ class PeakMemory:
         self._thread.join()
 
     def _watch(self) -> None:
-        while not self._is_over.wait(self._interval_s):
+        while not self._is_over.wait(INTERVAL_S):
             for name, num_bytes in service_bytes().items():
                 self.peaks[name] = max(self.peaks.get(name, 0), num_bytes)

@@ -51,10 +51,10 @@ async def store(
     await opened.close()
 
 
-async def _write_blob(store: ObjectStore, key: str, data: bytes, piece: int = 1 << 20) -> None:
+async def _write_blob(store: ObjectStore, key: str, data: bytes) -> None:
     writer = store.writer()
-    for begin in range(0, len(data), piece):
-        await writer.write(data[begin : begin + piece])
+    for begin in range(0, len(data), 1 << 20):
+        await writer.write(data[begin : begin + (1 << 20)])
     await writer.commit(key)
 
 

@@ -105,11 +105,11 @@ class Service:
         """What it wrote."""
         return self._spec.log.read_text(errors="replace")
 
-    def last_lines(self, num: int = 8) -> str:
+    def last_lines(self) -> str:
         """The end of what it wrote, and whether it still runs."""
         code = None if self._process is None else self._process.poll()
         state = "runs" if code is None else f"ended with {code}"
-        return "\n".join([*self.log().splitlines()[-num:], state])
+        return "\n".join([*self.log().splitlines()[-8:], state])
 
     def _tree(self) -> list[psutil.Process]:
         assert self._process is not None

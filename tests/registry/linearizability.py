@@ -38,12 +38,12 @@ class Operation:
         return matches == self.succeeded, self.value if self.succeeded else state
 
 
-def is_linearizable(history: Sequence[Operation], initial: State = None) -> bool:
+def is_linearizable(history: Sequence[Operation]) -> bool:
     """Depth-first search over the orders that real time allows, remembering dead ends."""
     operations = sorted(history, key=lambda operation: operation.called)
     everything = (1 << len(operations)) - 1
     unfinished = sum(1 << i for i, op in enumerate(operations) if op.returned == math.inf)
-    stack: list[tuple[int, State]] = [(0, initial)]
+    stack: list[tuple[int, State]] = [(0, None)]
     seen = set(stack)
     while stack:
         done, state = stack.pop()

@@ -208,11 +208,11 @@ def test_an_export_without_rank_or_alpha_is_refused(field: str, tmp_path: Path) 
         from_tinker(folder, tmp_path / "out")
 
 
-def with_tower(folder: Path, dtype: torch.dtype = torch.float16) -> Path:
+def with_tower(folder: Path) -> Path:
     """An adapter of the text model and of the vision tower."""
     names = (Q, f"{PREFIX}model.visual.blocks.0.attn.qkv")
     tensors = {
-        f"{module}.lora_{side}.weight": torch.rand(shape).to(dtype)
+        f"{module}.lora_{side}.weight": torch.rand(shape).half()
         for module in names
         for side, shape in (("A", (2, 8)), ("B", (8, 2)))
     }

@@ -149,12 +149,12 @@ def test_children_die_with_a_killed_supervisor_and_state_is_kept(tmp_path: Path)
         _assert_all_ended(family)
 
 
-def _ready_workers(up: Up, num_workers: int, timeout_s: float = 30.0) -> list[str]:
+def _ready_workers(up: Up, num_workers: int) -> list[str]:
     """Ids of ready workers, once there are `num_workers` or time is over.
 
     A gateway is ready with its first worker, and learns the ids of others when they connect.
     """
-    deadline_s = time.monotonic() + timeout_s
+    deadline_s = time.monotonic() + 30.0
     while True:
         workers = json.loads(up.loraplex("status", "--json").stdout)["workers"]
         ready = [worker["worker_id"] for worker in workers if worker["ready"]]

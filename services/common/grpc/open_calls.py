@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -25,8 +25,7 @@ class OpenCall:
 class OpenCalls:
     """Counts the open calls of each method and tenant. Entries without calls are dropped."""
 
-    def __init__(self, now_s: Callable[[], float] = time.monotonic) -> None:
-        self._now_s = now_s
+    def __init__(self) -> None:
         self._calls: dict[OpenCall, None] = {}
         """In the order in which they began."""
         self._counts: Counter[tuple[str, str]] = Counter()
@@ -50,7 +49,7 @@ class OpenCalls:
                 reason="TOO_MANY_CALLS",
                 retry_after_s=1.0,
             )
-        call = OpenCall(method, caller.tenant, self._now_s())
+        call = OpenCall(method, caller.tenant, time.monotonic())
         self._calls[call] = None
         if most:
             self._counts[key] += 1

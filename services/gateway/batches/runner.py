@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import logging
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
 
 from loraplex.errors import DataLoss, LoraplexError
@@ -43,9 +42,8 @@ Name = tuple[str, str]
 class BatchRunner:
     """Runs batches at one gateway."""
 
-    def __init__(self, context: RunContext, now: Callable[[], float] = now_s) -> None:
+    def __init__(self, context: RunContext) -> None:
         self._context = context
-        self._now = now
         self._runs: dict[Name, tuple[BatchRun, asyncio.Task[None]]] = {}
         self._seen: dict[Name, tuple[str, float]] = {}
         """The etag of a batch that somebody else runs, and since when it has it; "" for one without
@@ -137,13 +135,13 @@ class BatchRunner:
 
     def _is_stale(self, name: Name, etag: str, lease_s: float) -> bool:
         """Whether a batch has had this etag for longer than a lease."""
-        return not self._is_new(name, etag) and self._now() - self._seen[name][1] > lease_s
+        return not self._is_new(name, etag) and now_s() - self._seen[name][1] > lease_s
 
     def _is_new(self, name: Name, etag: str) -> bool:
         """Whether a batch did not have this etag when it was last looked at. Notes that it has."""
         if name in self._seen and self._seen[name][0] == etag:
             return False
-        self._seen[name] = etag, self._now()
+        self._seen[name] = etag, now_s()
         return True
 
     def _start(self, record: BatchRecord) -> None:

@@ -6,7 +6,6 @@ If Redis loses them, the uploads that were under way then count no longer.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 
 import redis.asyncio
 
@@ -38,13 +37,10 @@ milliseconds."""
 class OpenUploads:
     """Every method raises CatalogDown if Redis is unavailable."""
 
-    def __init__(
-        self, client: redis.asyncio.Redis, prefix: str, now: Callable[[], float] = time.time
-    ) -> None:
+    def __init__(self, client: redis.asyncio.Redis, prefix: str) -> None:
         self._redis = client
         self._sum = client.register_script(_SUM)
         self._prefix = prefix
-        self._now = now
 
     async def num_bytes(self, tenant: str, but: str = "") -> int:
         """Declared bytes of a tenant's unfinished uploads, except one of them.
@@ -53,7 +49,7 @@ class OpenUploads:
         """
         async with translated():
             num_uploads, num_bytes = await self._sum(
-                keys=[self._key(tenant)], args=[but, self._now() - MAX_AGE_S]
+                keys=[self._key(tenant)], args=[but, time.time() - MAX_AGE_S]
             )
         if num_uploads >= MAX_OPEN_UPLOADS_PER_TENANT:
             raise ResourceExhausted(
@@ -67,7 +63,7 @@ class OpenUploads:
         """Note that an upload begins or continues."""
         key = self._key(tenant)
         async with translated(), self._redis.pipeline(transaction=True) as pipe:
-            pipe.hset(key, upload, f"{num_bytes} {self._now():.0f}")
+            pipe.hset(key, upload, f"{num_bytes} {time.time():.0f}")
             pipe.expire(key, int(MAX_AGE_S))
             await pipe.execute()
 

@@ -6,7 +6,7 @@ If Redis loses them, adapters count as used when they were published.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import redis.asyncio
 
@@ -19,17 +19,14 @@ _FORGOTTEN_AT_ONCE = 1000
 class RecentUses:
     """Every method raises CatalogDown if Redis is unavailable."""
 
-    def __init__(
-        self, client: redis.asyncio.Redis, prefix: str, now: Callable[[], float] = time.time
-    ) -> None:
+    def __init__(self, client: redis.asyncio.Redis, prefix: str) -> None:
         self._redis = client
         self._prefix = prefix
-        self._now = now
 
     async def note(self, scopes: Iterable[str]) -> None:
         """Note that adapters were used now. Those that no ephemeral version can have are
         forgotten."""
-        now_s = self._now()
+        now_s = time.time()
         by_tenant: dict[str, dict[str, float]] = {}
         for scope in scopes:
             by_tenant.setdefault(scope.partition("/")[0], {})[scope] = now_s

@@ -78,7 +78,7 @@ class AdapterCache:
         return Tier.NONE if adapter is None else adapter.tier
 
     def adapters(self) -> Collection[CachedAdapter]:
-        """All known adapters, for snapshots."""
+        """All known adapters."""
         return self._adapters.values()
 
     def fetched(self, digest: str, path: Path, num_pages: int, max_rank: int) -> None:

@@ -87,11 +87,10 @@ class Cluster:
             self.pods.append(pod)
         return pod
 
-    def run_job(self, name: str, template: Document, policies: Sequence[Document] = ()) -> str:
+    def run_job(self, name: str, template: Document) -> str:
         """Run a pod to its end and return its log. Raises RuntimeError if it fails."""
         [container] = template["spec"]["containers"]
         image = self.images.get(container["image"])
-        self.network.policies.extend(policies)
         with self._lock:
             pod = Pod(name, template, image, self._settings, self.network, self._folder / "pods")
             self._ending.append(pod)
@@ -138,12 +137,10 @@ class Cluster:
                 self.add_pod(deployment)
                 self.wait_ready(deployment)
 
-    def wait_ready(self, *deployments: str, timeout_s: float = READY_S) -> None:
+    def wait_ready(self, *deployments: str) -> None:
         """Until every pod of these Deployments, or of all, is ready. Raises TimeoutError."""
         names = deployments or tuple(self._deployments)
-        self.wait(
-            lambda: all(pod.is_ready for name in names for pod in self.pods_of(name)), timeout_s
-        )
+        self.wait(lambda: all(pod.is_ready for name in names for pod in self.pods_of(name)))
 
     def wait(self, condition: Callable[[], Any], timeout_s: float = READY_S) -> None:
         """Until the condition holds. Raises TimeoutError with the last lines of every pod's log."""

@@ -66,11 +66,11 @@ async def _charge(
         pass
 
 
-async def _paid(rates: TenantRates, limits: TenantLimits, count: int, num_tokens: int = 1) -> int:
+async def _paid(rates: TenantRates, limits: TenantLimits, count: int) -> int:
     paid = 0
     for _ in range(count):
         with suppress(ResourceExhausted):
-            await _charge(rates, limits, num_tokens)
+            await _charge(rates, limits, 1)
             paid += 1
     return paid
 

@@ -29,9 +29,9 @@ def says(stack: Stack, text: str) -> None:
     stack.workers[0].script = lambda _: [*text.encode(), EOS_ID]
 
 
-def prompt_of(stack: Stack, index: int = -1) -> str:
-    """The prompt of a request, as text."""
-    return bytes(stack.workers[0].requests[index].prompt_ids).decode()
+def prompt_of(stack: Stack) -> str:
+    """The prompt of the last request, as text."""
+    return bytes(stack.workers[0].requests[-1].prompt_ids).decode()
 
 
 async def started_talker(stack: Stack) -> Stack:

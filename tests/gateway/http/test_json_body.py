@@ -43,8 +43,8 @@ class Sender:
         return {"type": "http.request", "body": self.body, "more_body": False}
 
 
-def large(value: str = "x") -> bytes:
-    return json.dumps({"prompt": value * (MAX_SMALL_MESSAGE_BYTES + 1)}).encode()
+def large() -> bytes:
+    return json.dumps({"prompt": "x" * (MAX_SMALL_MESSAGE_BYTES + 1)}).encode()
 
 
 async def _settle() -> None:

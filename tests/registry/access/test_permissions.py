@@ -13,8 +13,8 @@ from loraplex_services.registry.api.convert import move_to_proto, version_to_pro
 from loraplex_services.registry.records import SHARED, AdapterRecord, Move, VersionRecord
 
 
-def _access(*scopes: str, tenant: str = "acme") -> Access:
-    return Access.of(Caller(tenant, "k1", frozenset(scopes)))
+def _access(*scopes: str) -> Access:
+    return Access.of(Caller("acme", "k1", frozenset(scopes)))
 
 
 def test_publishing_for_another_tenant_is_a_missing_right() -> None:

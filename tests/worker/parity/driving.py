@@ -46,9 +46,9 @@ def greedy(name: str, prompt: Sequence[int], num_tokens: int, **changes: object)
 class Driver:
     """Owns the blocks of a runner and steps jobs to their end."""
 
-    def __init__(self, runner: TorchRunner, *, seed: int = 0) -> None:
+    def __init__(self, runner: TorchRunner) -> None:
         self.runner = runner
-        self._rng = random.Random(seed)
+        self._rng = random.Random(0)
         self._free = list(range(runner.arena_blocks))
         self._rng.shuffle(self._free)
         self._poison(self._free)

@@ -105,9 +105,9 @@ def pooled(name: str, prompt: list[int], slot: int | None, pooling: Pooling, arr
     return Job(request, () if slot is None else ((slot, 1.0),), arrival)
 
 
-def score_jobs(stage: HeadStage, seed: int = 5) -> list[tuple[str, Job]]:
+def score_jobs(stage: HeadStage) -> list[tuple[str, Job]]:
     """Three prompts for each adapter: (feature, job), staggered."""
-    rng = random.Random(seed)
+    rng = random.Random(5)
     jobs = []
     for name, slot in stage.slots.items():
         for index in range(3):

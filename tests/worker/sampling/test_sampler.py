@@ -46,8 +46,8 @@ def token_of(request):
     return NextToken(request, len(request.output_ids))
 
 
-def chosen_ids(logits, requests, eos_ids=()):
-    return [sampled.token_id for sampled in choose(logits, requests, eos_ids)]
+def chosen_ids(logits, requests):
+    return [sampled.token_id for sampled in choose(logits, requests)]
 
 
 def test_temperature_zero_takes_the_argmax_and_ties_go_to_the_lowest_id():

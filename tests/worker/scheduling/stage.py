@@ -281,11 +281,12 @@ class Stage:
             choosing = [r.request for r in self.in_flight[-1].plan.rows if r.chooses]
             assert choosing[row.follows] is request
 
-    def run_dry(self, max_steps: int = 2000) -> None:
-        while self.scheduler.has_work or self.in_flight:
-            max_steps -= 1
-            assert max_steps, "requests wait forever"
+    def run_dry(self) -> None:
+        for _ in range(2000):
+            if not (self.scheduler.has_work or self.in_flight):
+                return
             self.step()
+        raise AssertionError("requests wait forever")
 
 
 def contents_of(request: Request) -> list[int]:

@@ -82,8 +82,8 @@ def test_a_load_returns_early_only_if_adapters_may_hold_that_much_memory(
 class Source:
     """A source whose adapters are on disk already, or that fails."""
 
-    def __init__(self, error: LoraplexError | None = None) -> None:
-        self.error = error
+    def __init__(self) -> None:
+        self.error: LoraplexError | None = None
 
     async def ensure(self, digest: str) -> DiskAdapter:
         if self.error is not None:
