@@ -28,7 +28,7 @@ def complete_tables(
     config: AdapterConfig,
     findings: Findings,
     *,
-    brings_tokenizer: bool = False,
+    brings_tokenizer: bool,
 ) -> tuple[AdapterModule, ...]:
     """The modules, ordered by name, with what a tied pair of tables shares, and `num_rows` where
     the adapter's tables have another length than the base's."""

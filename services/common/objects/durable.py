@@ -30,7 +30,7 @@ def copy_range(source: Path, offset: int, length: int, out: int) -> None:
             offset, length = offset + len(data), length - len(data)
 
 
-def into_folder(path: Path, move: Callable[[], None], *, durable: bool = True) -> None:
+def into_folder(path: Path, move: Callable[[], None], *, durable: bool) -> None:
     """Run `move`, making the folder of `path` first if it is missing. Without `durable`, a power
     failure may remove the name, and the new folders."""
     for _ in range(8):

@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 class Rotation:
     """The state of some PEM files as it was last used."""
 
-    def __init__(self, *files: Path | None, pair: tuple[Path, Path] | None = None) -> None:
+    def __init__(self, *files: Path | None, pair: tuple[Path, Path] | None) -> None:
         """
         Args:
             files: watched besides the pair; None are passed over.

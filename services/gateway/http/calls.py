@@ -143,7 +143,7 @@ def call_of(
     *,
     is_chat: bool,
     must_call: bool = False,
-    routing: RoutingAsked = NO_ROUTING,
+    routing: RoutingAsked,
 ) -> OpenAICall:
     """What is common to all calls that generate. Raises: InvalidRequest, Unsupported."""
     model = model_of(body)

@@ -15,7 +15,7 @@ from starlette.types import ASGIApp
 
 from loraplex.errors import InvalidRequest
 from loraplex_services.common.security.rotation import Rotation
-from loraplex_services.common.security.tls import PLAIN, TlsFiles
+from loraplex_services.common.security.tls import TlsFiles
 from loraplex_services.gateway.http.connections import TimedProtocol
 
 logger = logging.getLogger(__name__)
@@ -33,7 +33,7 @@ class _QuietServer(uvicorn.Server):
 class HttpServer:
     """One listening socket and the server behind it."""
 
-    def __init__(self, app: ASGIApp, listen: str, *, setting: str, tls: TlsFiles = PLAIN) -> None:
+    def __init__(self, app: ASGIApp, listen: str, *, setting: str, tls: TlsFiles) -> None:
         """Binds at once. Raises: InvalidRequest naming `setting` if the address is in use."""
         self._socket = _bound(listen, setting)
         self.port: int = self._socket.getsockname()[1]

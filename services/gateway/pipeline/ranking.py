@@ -24,7 +24,7 @@ async def rank_all(
     pairs: Sequence[Pair],
     calls: Calls,
     *,
-    use_activation: bool = True,
+    use_activation: bool,
 ) -> tuple[Pooled, list[float]]:
     """A score for each pair, and what was run.
 

@@ -24,7 +24,7 @@ class BaseRegistrar:
         registry: RegistryLink,
         on_clash: Callable[[LoraplexError], None],
         *,
-        replaces: bool = False,
+        replaces: bool,
     ) -> None:
         """
         Args:

@@ -187,7 +187,7 @@ class RegistrySnapshot:
             owner, versions[0].name, tuple(versions), tuple(tag for tag in tags if tag.targets)
         )
 
-    def labels(self, viewer: str | None = None) -> dict[str, list[str]]:
+    def labels(self, viewer: str | None) -> dict[str, list[str]]:
         """tenant/name:vN of every digest that is not deleted, and that the viewer may run. The
         names of one digest are in the order of their publication, newest first."""
         found: dict[str, list[Version]] = {}

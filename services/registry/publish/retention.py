@@ -37,7 +37,7 @@ class Retention:
     """Deletes versions that were published to be replaced."""
 
     def __init__(
-        self, catalog: Catalog, deletion: Deletion, max_ephemeral_bytes: int | None = None
+        self, catalog: Catalog, deletion: Deletion, max_ephemeral_bytes: int | None
     ) -> None:
         """`max_ephemeral_bytes`: of one tenant; None = no limit."""
         self._catalog = catalog

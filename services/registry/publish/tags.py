@@ -189,7 +189,7 @@ class Tags:
         choose: Callable[[TagRecord | None], Sequence[TagTarget]],
         mover: str,
         action: str,
-        reason: str = "",
+        reason: str,
     ) -> TagRecord:
         operation = await self.catalog.note_pending(address.scope)
         try:

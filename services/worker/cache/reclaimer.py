@@ -80,7 +80,7 @@ class Reclaimer:
         """
         return self._reclaim(lambda: num_blocks, num_blocks, True, now, ())
 
-    def reclaim_pages(self, num_pages: int, now: float, protected: Collection[str] = ()) -> bool:
+    def reclaim_pages(self, num_pages: int, now: float, protected: Collection[str]) -> bool:
         """Free idle items until the arena can allocate `num_pages`.
 
         Returns False when that cannot be reached. Then nothing was freed, except for pages that are

@@ -27,8 +27,8 @@ class SelfAttention:
         sizes: tuple[int, int, int],
         head_norms: tuple[Norm, Norm] | None,
         rotate: Rotate,
-        scales_queries: bool = False,
-        gated: Gated | None = None,
+        scales_queries: bool,
+        gated: Gated | None,
     ) -> None:
         """See `forward`.
 

@@ -91,7 +91,7 @@ class LoraLinear:
             y = self._sum_ranks(y)
         return y if self.bias is None else y.add_(self.bias)
 
-    def forward_float32(self, x: Tensor, lora: LoraBatch, num_outputs: int = 0) -> Tensor:
+    def forward_float32(self, x: Tensor, lora: LoraBatch, num_outputs: int) -> Tensor:
         """`forward` with a float32 result, which is not rounded to x's dtype on the way if the
         device allows that. Adapters are then added in torch: kernels want y to have x's dtype."""
         if not keeps_float32(x):

@@ -21,7 +21,7 @@ NO_NUMBER = 255
 
 
 def take_mxfp4(
-    weights: Weights, name: str, shape: tuple[int, int, int], window: TensorWindow | None = None
+    weights: Weights, name: str, shape: tuple[int, int, int], window: TensorWindow | None
 ) -> Tensor:
     """The weight `[experts, out, in]` that `name_blocks` and `name_scales` hold, or a window of
     its outputs and inputs.

@@ -71,7 +71,7 @@ def read_rope(
     return rope_from_params(reader, params, head_dim, theta, partial)
 
 
-def rope_parameters(reader: ModelConfigReader, default: Any = None) -> Any:
+def rope_parameters(reader: ModelConfigReader, default: Any) -> Any:
     """The rotary embedding that a config describes.
 
     New files hold `rope_parameters`, older ones `rope_theta` and `rope_scaling`. People add the

@@ -57,8 +57,8 @@ class GpuPath:
         kv: KvBuffer,
         table: AdapterTable,
         settings: RunnerSettings,
-        int8: bool = False,
-        states: StateLayout | None = None,
+        int8: bool,
+        states: StateLayout | None,
     ) -> None:
         """Captures graphs when the device is a GPU, which takes a while.
 

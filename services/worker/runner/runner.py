@@ -153,7 +153,7 @@ class TorchRunner:
         if self._followers is not None:
             self._followers.send(Enter(slot, copied.copy_id))
 
-    def _entered(self, slot: int, pending_copy: CopyEvents | None = None) -> None:
+    def _entered(self, slot: int, pending_copy: CopyEvents | None) -> None:
         if self._batches.records is not None:
             self._batches.records.address(slot)
         if self._batches.gpu is not None:

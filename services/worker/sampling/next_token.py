@@ -35,7 +35,7 @@ class NextToken(msgspec.Struct, frozen=True, gc=False):
         return self.position - (self.follows is not None)
 
 
-def next_tokens(rows: Sequence[PlannedRow], outputs: Tensor | None = None) -> list[NextToken]:
+def next_tokens(rows: Sequence[PlannedRow], outputs: Tensor) -> list[NextToken]:
     """The tokens that `rows` choose: of each, the one after its last known token, and those after
     its drafts. `outputs` are those of the step before."""
     tokens: list[NextToken] = []

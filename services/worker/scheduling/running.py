@@ -121,7 +121,7 @@ class RunningBatch:
         elif self.prompts.pop(request_id, None) is None:
             del self.ending[request_id]
 
-    def decode_rows(self, skipping: Collection[Member] = ()) -> list[PlannedRow]:
+    def decode_rows(self, skipping: Collection[Member]) -> list[PlannedRow]:
         """A row for every request that decodes, need not wait and does not sit out."""
         return [
             PlannedRow(

@@ -61,7 +61,7 @@ class AdapterReader:
         return report
 
 
-def weights_key(folder: Path, geometry: Geometry, quantization: str = "none") -> str:
+def weights_key(folder: Path, geometry: Geometry, quantization: str) -> str:
     """Changes with the base's weights: by name, size and time of its files, not by their bytes.
 
     Args:

@@ -25,9 +25,7 @@ from loraplex_services.worker.types.sites import SiteTable
 INT8 = "I8"
 
 
-def with_records(
-    index: ImageIndex, table: SiteTable, in_torch: Set[int] = frozenset()
-) -> ImageIndex:
+def with_records(index: ImageIndex, table: SiteTable, in_torch: Set[int]) -> ImageIndex:
     """A copy of the index with records of all sites that kernels serve, none of those
     `in_torch`."""
     builder = RecordBuilder([part for parts in site_parts(table) for part in parts])

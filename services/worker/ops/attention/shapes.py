@@ -90,7 +90,7 @@ def context_tiling(
     shared_bytes: int,
     num_tokens: int,
     *,
-    in_codes: bool = False,
+    in_codes: bool,
 ) -> Tiling:
     """On GPUs since Hopper, two programs on a multiprocessor, so that one computes a softmax while
     the tensor cores multiply for the other: 128 queries each, so that each key that is read serves
@@ -126,7 +126,7 @@ def context_tiling(
     return Tiling(max(queries, shape.block_shared), keys, num_warps=warps, num_stages=3)
 
 
-def generation_tiling(shape: HeadShape, itemsize: int, *, in_codes: bool = False) -> Tiling:
+def generation_tiling(shape: HeadShape, itemsize: int, *, in_codes: bool) -> Tiling:
     """The query heads of one KV head, padded to the smallest product. In half precision there are
     four programs on a multiprocessor, of two warps each, which seldom wait for each other: while
     one computes, the copies of the others are on their way. Codes, which take registers when they

@@ -24,7 +24,7 @@ from loraplex_services.worker.ops.launch import must_widen, num_programs, power_
 TILE_WORDS = kernels.TILE_WORDS.value
 
 
-def tiling_of_contexts(shape: HeadShape, q: Tensor, scales: Scales = NO_SCALES) -> Tiling:
+def tiling_of_contexts(shape: HeadShape, q: Tensor, scales: Scales) -> Tiling:
     """The tiling of the contexts of a step with these queries."""
     in_codes = scales is not NO_SCALES
     return context_tiling(shape, q.itemsize, shared_bytes(q.device), len(q), in_codes=in_codes)
@@ -161,7 +161,7 @@ def _strides(
 
 
 def context_constants(
-    shape: HeadShape, tiling: Tiling, block_tokens: int, *, is_full: bool = False
+    shape: HeadShape, tiling: Tiling, block_tokens: int, *, is_full: bool
 ) -> dict[str, Any]:
     """Compile-time arguments of `attend_contexts` besides WIDEN."""
     block_rows = tiling.block_queries // shape.block_shared
