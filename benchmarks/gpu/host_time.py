@@ -106,7 +106,7 @@ def make_runner(root: Path, num_rows: int, num_tokens: int) -> TorchRunner:
     gpu._graphs = [EmptySteps(model, kind, table, gpu._masks) for kind in kinds]
     for captured in gpu._graphs:
         captured.capture(GraphMemory(stream=None, pool=None))  # type: ignore[arg-type]
-    runner._draws = TORCH_DRAWS
+    runner._chooser.draws = TORCH_DRAWS
     runner._order = StepOrder("cuda", "on")  # steps are launched by the thread that plans
     model.forward = idle_forward  # type: ignore[method-assign]
     StepWork.list_groups = lambda self, num_rows: None  # type: ignore[method-assign]

@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
@@ -24,21 +24,20 @@ from loraplex_services.worker.cache.kv_layout import TOKENS_PER_BLOCK
 from loraplex_services.worker.layers.forward_batch import ForwardBatch
 from loraplex_services.worker.layers.operators import Operators
 from loraplex_services.worker.model.decoder import Decoder
-from loraplex_services.worker.ops.lora.worklist import LoraBatch
 from loraplex_services.worker.runner.parallel.messages import Drop, Enter, Unload
 from loraplex_services.worker.runner.parallel.shared_head import LeadingHead, SharedHead
 from loraplex_services.worker.runner.proposals import propose
 from loraplex_services.worker.runner.step_batch import BatchMaker
 from loraplex_services.worker.runner.step_inputs import StepInputs
 from loraplex_services.worker.runner.step_results import (
+    Passed,
     StepResults,
-    choose,
+    TokenChooser,
     select_rows,
     take_outputs,
 )
 from loraplex_services.worker.runner.steps import StepOrder, StepUnderWay
 from loraplex_services.worker.sampling.best_columns import BestRows
-from loraplex_services.worker.transfers import to_host
 from loraplex_services.worker.types.adapter_layout import AdapterLayout
 from loraplex_services.worker.types.extents import Extents
 from loraplex_services.worker.types.runner_protocol import Copied, ModelInfo
@@ -48,17 +47,6 @@ if TYPE_CHECKING:  # Triton is not everywhere
     from loraplex_services.worker.runner.cuda_graphs import CapturedStep
     from loraplex_services.worker.runner.gpu_path import GpuPath
     from loraplex_services.worker.runner.parallel.followers import Followers
-
-
-class Passed(NamedTuple):
-    """What a forward pass leaves to sampling."""
-
-    hidden: Tensor
-    """`[T, H]`."""
-    lora: LoraBatch
-    """The adapters of its rows."""
-    batch: ForwardBatch | None = None
-    """Its inputs, where they are not those of a graph."""
 
 
 class TorchRunner:
@@ -87,20 +75,19 @@ class TorchRunner:
         self._adapters = adapters
         self._info = info
         self._batches = batches
-        self._draws = operators.draws
+        self._chooser = TokenChooser(model, info.eos_token_ids, operators.draws)
         self._order = StepOrder(batches.device.type, overlap)
         self._outputs = torch.zeros(0, dtype=torch.int64, device=batches.device)
         """Tokens that the last step chose, on the device: see `step_results`."""
         self._ranks = operators.ranks
         self._followers: Followers | None = None
-        self._shared_head = SharedHead(model, self._ranks, self._draws)
-        self._leading_head: LeadingHead | None = None
+        self._shared_head = SharedHead(model, self._ranks, operators.draws)
 
     def lead(self, followers: Followers) -> None:
         """Let the other ranks, which are ready, follow this one from now on."""
         self._followers = followers
-        head = self._shared_head
-        self._leading_head = LeadingHead(head, self._model, self._draws, followers.send)
+        head, draws = self._shared_head, self._chooser.draws
+        self._chooser.shared = LeadingHead(head, self._model, draws, followers.send)
 
     def close(self) -> None:
         """End the other ranks, if there are any."""
@@ -234,27 +221,16 @@ class TorchRunner:
         hidden, _ = select_rows(passed.hidden, passed.lora, token_rows)
         self._shared_head.best(hidden, rows)
 
-    def _noted_experts(self, batch: ForwardBatch | None) -> Tensor | None:
-        """See `StepResults.experts`."""
-        if batch is None or batch.routing is None or self._info.routing is None:
-            return None
-        return to_host(batch.routing.of_tokens(self._info.routing))
-
     @torch.inference_mode()
     def _replay(self, step: StepInputs, gpu: GpuPath, graph: CapturedStep) -> Passed:
         return Passed(gpu.replay(graph, step, self._outputs), gpu.lora_batch(step.runs))
 
     @torch.inference_mode()
     def _choose(self, step: StepInputs, passed: Passed) -> StepResults:
-        eos_ids, before = self._info.eos_token_ids, self._outputs
-        hidden, lora, batch = passed
-        shared, experts = self._leading_head, self._noted_experts(batch)
-        results = choose(
-            step, hidden, lora, self._model, eos_ids, before, self._draws, shared, experts
-        )
+        results = self._chooser.choose(step, passed, self._outputs)
         self._outputs = results.outputs
-        if self._model.draft_head is None or batch is None or not step.plan.uses_cache:
+        if self._model.draft_head is None or passed.batch is None or not step.plan.uses_cache:
             return results
         chosen = results.outputs.tolist()
-        proposals = propose(step.plan.rows, chosen, hidden, batch, self._model)
+        proposals = propose(step.plan.rows, chosen, passed.hidden, passed.batch, self._model)
         return replace(results, proposals=proposals)

@@ -1,20 +1,23 @@
 """Turns a step's hidden states into the results of its rows.
 
 Tokens are chosen on the device and stay there for the next step to read; copies of all that the
-host wants are under way when `choose` returns, and `StepResults.read` waits for them.
+host wants are under way when `TokenChooser.choose` returns, and `StepResults.read` waits for them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain, islice
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from loraplex.api.output import TokenLogprob
+from loraplex_services.worker.layers.forward_batch import ForwardBatch
 from loraplex_services.worker.model.decoder import Decoder
 from loraplex_services.worker.ops.lora.worklist import LoraBatch
 from loraplex_services.worker.runner.parallel.shared_head import LeadingHead
@@ -24,7 +27,7 @@ from loraplex_services.worker.sampling.drawing import DrawOperators
 from loraplex_services.worker.sampling.logprobs import LogprobRows
 from loraplex_services.worker.sampling.next_token import next_tokens
 from loraplex_services.worker.sampling.sampler import Choices, LogitsOf, sample, score_tokens
-from loraplex_services.worker.transfers import to_device
+from loraplex_services.worker.transfers import to_device, to_host
 from loraplex_services.worker.types.step_plan import (
     PlannedRow,
     Sampled,
@@ -85,40 +88,74 @@ class StepResults:
                 sampled.experts = experts[begin:end].numpy().tobytes()
 
 
-def choose(
-    step: StepInputs,
-    hidden: Tensor,
-    lora: LoraBatch,
-    model: Decoder,
-    eos_ids: Sequence[int],
-    before: Tensor,
-    draws: DrawOperators,
-    shared: LeadingHead | None = None,
-    experts: Tensor | None = None,
-) -> StepResults:
-    """Choose a token for each row that is to have one.
+class Passed(NamedTuple):
+    """What a forward pass leaves to sampling."""
 
-    A row's prompt logprobs hold one entry for each computed position p whose successor p + 1 is a
-    prompt token, and score that successor; over all chunks of a prompt of n tokens they are n - 1
-    entries. The first prompt token has none.
+    hidden: Tensor
+    """`[T, H]`."""
+    lora: LoraBatch
+    """The adapters of its rows."""
+    batch: ForwardBatch | None = None
+    """Its inputs, where they are not those of a graph."""
 
-    Args:
-        hidden: `[T, H]`.
-        before: the outputs of the step before.
-        draws: of the model's operators.
-        shared: the head, if ranks divide its tokens.
-        experts: see `StepResults`.
-    """
 
-    def logits_of(token_rows: Tensor) -> Tensor:
-        if shared is not None:
-            shared.announce(token_rows)
-        return model.logits(*select_rows(hidden, lora, token_rows))
+@dataclass(slots=True, eq=False)
+class TokenChooser:
+    """Chooses the tokens of one base's steps."""
 
-    def best_of(token_rows: Tensor) -> Tensor | None:
-        return model.best_tokens(*select_rows(hidden, lora, token_rows))
+    model: Decoder
+    eos_ids: Sequence[int]
+    draws: DrawOperators
+    """Of the model's operators."""
+    shared: LeadingHead | None = None
+    """The head, if ranks divide its tokens."""
 
-    tokens = next_tokens(step.plan.rows, before)
+    def choose(self, step: StepInputs, passed: Passed, before: Tensor) -> StepResults:
+        """Choose a token for each row that is to have one.
+
+        A row's prompt logprobs hold one entry for each computed position p whose successor p + 1 is
+        a prompt token, and score that successor; over all chunks of a prompt of n tokens they are
+        n - 1 entries. The first prompt token has none.
+
+        Args:
+            before: the outputs of the step before.
+        """
+        hidden, lora, batch = passed
+        contexts = step.plan.contexts
+        experts = self._noted_experts(batch)
+        logits_of = partial(self._logits_of, hidden, lora)
+        tokens = next_tokens(step.plan.rows, before)
+        token_rows = _choosing_rows(step, len(tokens))
+        scores = _score_prompts(contexts, logits_of)
+        if self.shared is None:
+            best = partial(self._best_of, hidden, lora) if self.model.finds_best else None
+            choices = sample(token_rows, tokens, logits_of, self.eos_ids, self.draws, best)
+        else:
+            choices = self.shared.choose(token_rows, tokens, hidden, lora, logits_of, self.eos_ids)
+        pooled = pool(contexts, hidden, lora, self.model.scores)
+        end = None
+        if hidden.is_cuda:
+            end = torch.cuda.Event()
+            end.record()
+        return StepResults(step.plan, choices, scores, pooled, end, experts=experts)
+
+    def _logits_of(self, hidden: Tensor, lora: LoraBatch, token_rows: Tensor) -> Tensor:
+        if self.shared is not None:
+            self.shared.announce(token_rows)
+        return self.model.logits(*select_rows(hidden, lora, token_rows))
+
+    def _best_of(self, hidden: Tensor, lora: LoraBatch, token_rows: Tensor) -> Tensor | None:
+        return self.model.best_tokens(*select_rows(hidden, lora, token_rows))
+
+    def _noted_experts(self, batch: ForwardBatch | None) -> Tensor | None:
+        """See `StepResults.experts`."""
+        if batch is None or batch.routing is None or self.model.routing is None:
+            return None
+        return to_host(batch.routing.of_tokens(self.model.routing))
+
+
+def _choosing_rows(step: StepInputs, num_tokens: int) -> Tensor:
+    """int64 on the host, ascending: the token rows after which `num_tokens` tokens are chosen."""
     contexts = step.plan.contexts
     last_rows = np.cumsum(step.num_tokens) - 1
     spans = [
@@ -128,21 +165,9 @@ def choose(
     ]
     of_contexts = np.array(list(chain.from_iterable(spans)), dtype=np.int64)
     others = last_rows[len(contexts) :]
-    if len(of_contexts) + len(others) > len(tokens):
+    if len(of_contexts) + len(others) > num_tokens:
         others = others[[row.chooses for row in step.plan.generations]]
-    scores = _score_prompts(contexts, logits_of)
-    token_rows = torch.from_numpy(np.concatenate((of_contexts, others)))
-    if shared is None:
-        best = best_of if model.finds_best else None
-        choices = sample(token_rows, tokens, logits_of, eos_ids, draws, best)
-    else:
-        choices = shared.choose(token_rows, tokens, hidden, lora, logits_of, eos_ids)
-    pooled = pool(contexts, hidden, lora, model.scores)
-    end = None
-    if hidden.is_cuda:
-        end = torch.cuda.Event()
-        end.record()
-    return StepResults(step.plan, choices, scores, pooled, end, experts=experts)
+    return torch.from_numpy(np.concatenate((of_contexts, others)))
 
 
 def _sampled(

@@ -56,7 +56,8 @@ from loraplex_services.worker.runner.parallel.messages import (
 from loraplex_services.worker.runner.parallel.mirror import StepReader
 from loraplex_services.worker.runner.parallel.remote_images import RemoteBytes
 from loraplex_services.worker.runner.parallel.rendezvous import LOOPBACK, connect
-from loraplex_services.worker.runner.runner import Passed, TorchRunner
+from loraplex_services.worker.runner.runner import TorchRunner
+from loraplex_services.worker.runner.step_results import Passed
 from loraplex_services.worker.sampling.best_columns import BestRows
 from loraplex_services.worker.sampling.drawing import RowDraws
 from loraplex_services.worker.types.messages import WireError

@@ -69,8 +69,8 @@ def check(setting: tuple[str, str, str], root: Path) -> list[str]:
     runner = steps.runner
     gpu, kv = runner._batches.gpu, runner._batches.kv
     warm_up(runner._model, kv, gpu.lora, gpu._attention, gpu._masks[-1], MAX_STEP_TOKENS)
-    draws = runner._draws
-    runner._draws = draws._replace(draw=zeros(draws.draw), argmax=zeros(draws.argmax))
+    draws = runner._chooser.draws
+    runner._chooser.draws = draws._replace(draw=zeros(draws.draw), argmax=zeros(draws.argmax))
     with counted_compilations() as names:
         steps.run_all()
     return names
