@@ -42,7 +42,7 @@ from loraplex_services.worker.runner.graph_inputs import (
 )
 from loraplex_services.worker.runner.input_buffer import InputBuffer
 from loraplex_services.worker.runner.step_inputs import StepInputs
-from loraplex_services.worker.runner.warm_up import warm_up
+from loraplex_services.worker.runner.warm_up import IdleSteps
 from loraplex_services.worker.types.runner_settings import RunnerSettings
 from loraplex_services.worker.types.sites import LINEAR, LM_HEAD, SiteTable
 
@@ -98,10 +98,10 @@ class GpuPath:
             kv.tokens_per_block,
             arena.data.device,
         )
+        self.idle = IdleSteps(model, kv, self.lora, self._attention, self._masks[-1], states)
         self._graphs: list[CapturedSteps] = []
         if arena.data.is_cuda:
-            sites_and_size = self._masks[-1], settings.max_num_batched_tokens
-            warm_up(model, kv, self.lora, self._attention, *sites_and_size, states)
+            self.idle.warm_up(settings.max_num_batched_tokens)
             # Graphs that hold collectives are not tried.
             if operators.ranks.shard.size == 1 and self._attention.backend.captures_graphs:
                 self.capture(settings.max_num_batched_tokens, GraphMemory())

@@ -13,7 +13,7 @@ from loraplex_services.worker.ops.lora.device_tables import DeviceTables
 from loraplex_services.worker.ops.lora.triton import DeviceLora
 from loraplex_services.worker.ops.lora.worklist import LoraBatch
 from loraplex_services.worker.runner.gpu_path import site_shapes
-from loraplex_services.worker.runner.warm_up import idle_batch
+from loraplex_services.worker.runner.warm_up import IdleSteps
 from loraplex_services.worker.types.sharding import local_config
 
 
@@ -37,10 +37,8 @@ def run_largest_step(
     tables = DeviceTables(kv.arena.data.view(-1), stored, shapes, 1, len(shapes) + 1)
     operators.lora = lora = DeviceLora(tables, None)
     states = state_layout(local_config(model.config, operators.ranks.shard), kv.arena.block_bytes)
-    sites: frozenset[int] = frozenset()
-    maker = operators.attention_maker
-    batch = idle_batch(model, kv, lora, maker, sites, max_num_tokens, states)
-    hidden = model.forward(batch)
+    idle = IdleSteps(model, kv, lora, operators.attention_maker, frozenset(), states)
+    hidden = model.forward(idle.batch(max_num_tokens))
     return model.logits(hidden[:max_num_rows], LoraBatch((), {}, None, tables))
 
 

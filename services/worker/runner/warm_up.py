@@ -4,7 +4,7 @@ while a request waits. They read one block of the arena, whatever it contains, a
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -29,38 +29,65 @@ ALIGNED_WIDTH = 16
 """Triton compiles a kernel again for integers that are multiples of this number."""
 
 
-@torch.inference_mode()
-def warm_up(
-    model: Decoder,
-    kv: KvBuffer,
-    lora: DeviceLora,
-    attention: AttentionMaker,
-    sites: frozenset[int],
-    max_num_tokens: int,
-    states: StateLayout | None = None,
-) -> None:
-    """Run one step of each family and each variant of attention, the largest step among them.
+@dataclass(frozen=True, slots=True, eq=False)
+class IdleSteps:
+    """Steps of one base that append nothing to the cache and keep no state."""
 
-    Args:
-        sites: where adapters may add something.
-        states: of the base's recurrent layers, if it has any.
-    """
-    mixed = min(MIXED_ROWS + 1, max_num_tokens)
-    sizes = {1, *attention.backend.warm_up_sizes, *linear.warm_up_sizes(), mixed, max_num_tokens}
-    for num_rows in sorted(size for size in sizes if size <= max_num_tokens):
-        hidden = model.forward(idle_batch(model, kv, lora, attention, sites, num_rows, states))
-        rows = hidden[: linear.MOST.block_rows]
-        logits = model.logits(rows, LoraBatch((), {}, None, lora.tables))
-        warm_up_sampling(logits[:1])
-    if attention.kv_cache_dtype != AUTO:
-        # Keys of a pass without a cache are no codes, and other kernels read them.
-        for num_rows in (1, max_num_tokens):
-            idle = idle_batch(model, kv, lora, attention, sites, num_rows, states)
-            model.forward(replace(idle, attention=attention.pass_metadata(idle.positions)))
-    num_runs = MIN_RUNS
-    while num_runs < max_num_tokens // TILE_ROWS + MIN_RUNS:
-        num_runs *= 2
-        StepWork(lora.tables, WorkSize(1, num_runs, 1)).list_groups(1)
+    model: Decoder
+    kv: KvBuffer
+    lora: DeviceLora
+    attention: AttentionMaker
+    sites: frozenset[int]
+    """Where adapters may add something."""
+    states: StateLayout | None
+    """Of the base's recurrent layers, if it has any."""
+
+    @torch.inference_mode()
+    def warm_up(self, max_num_tokens: int) -> None:
+        """Run one step of each family and each variant of attention, the largest step among
+        them."""
+        mixed = min(MIXED_ROWS + 1, max_num_tokens)
+        of_attention, of_linears = self.attention.backend.warm_up_sizes, linear.warm_up_sizes()
+        sizes = {1, *of_attention, *of_linears, mixed, max_num_tokens}
+        for num_rows in sorted(size for size in sizes if size <= max_num_tokens):
+            hidden = self.model.forward(self.batch(num_rows))
+            rows = hidden[: linear.MOST.block_rows]
+            logits = self.model.logits(rows, LoraBatch((), {}, None, self.lora.tables))
+            warm_up_sampling(logits[:1])
+        if self.attention.kv_cache_dtype != AUTO:
+            # Keys of a pass without a cache are no codes, and other kernels read them.
+            for num_rows in (1, max_num_tokens):
+                idle = self.batch(num_rows)
+                passing = self.attention.pass_metadata(idle.positions)
+                self.model.forward(replace(idle, attention=passing))
+        num_runs = MIN_RUNS
+        while num_runs < max_num_tokens // TILE_ROWS + MIN_RUNS:
+            num_runs *= 2
+            StepWork(self.lora.tables, WorkSize(1, num_runs, 1)).list_groups(1)
+
+    def batch(self, num_rows: int) -> ForwardBatch:
+        """A generation, and a context if there is more than one row, and adapters without rows. A
+        step may have more rows than the context has positions, which then begin again: bases have
+        tables of them."""
+        tables = self.lora.tables
+        device = tables.arena.device
+        context = self.model.config.max_position_embeddings
+        positions = torch.arange(num_rows, device=device) % context
+        adapters = LoraBatch(
+            (),
+            {},
+            None,
+            tables,
+            work=self.lora.begin((), num_rows),
+            long=make_long_work(tables, ()) if num_rows >= LONG_MIN_ROWS else None,
+            sites=self.sites,
+        )
+        states = None
+        if self.states is not None:
+            states = idle_states(self.kv.arena.data, self.states, num_rows)
+        ids = torch.zeros(num_rows, dtype=torch.int64, device=device)
+        attention = self.attention.idle_metadata(self.kv, positions)
+        return ForwardBatch(ids, positions, attention, adapters, states=states)
 
 
 def warm_up_sampling(logits: torch.Tensor) -> None:
@@ -71,36 +98,3 @@ def warm_up_sampling(logits: torch.Tensor) -> None:
         scores = logits.new_zeros(1, num_tokens)
         truncate(scores, scores.new_tensor([[num_tokens, 0.5, 0.0]]))
         draw(scores, torch.zeros(1, 3, dtype=torch.int64, device=logits.device))
-
-
-def idle_batch(
-    model: Decoder,
-    kv: KvBuffer,
-    lora: DeviceLora,
-    attention: AttentionMaker,
-    sites: frozenset[int],
-    num_rows: int,
-    states: StateLayout | None = None,
-) -> ForwardBatch:
-    """A generation, and a context if there is more than one row, that append nothing to the cache
-    and keep no state, and adapters without rows. A step may have more rows than the context has
-    positions, which then begin again: bases have tables of them."""
-    device = lora.tables.arena.device
-    positions = torch.arange(num_rows, device=device) % model.config.max_position_embeddings
-    adapters = LoraBatch(
-        (),
-        {},
-        None,
-        lora.tables,
-        work=lora.begin((), num_rows),
-        long=make_long_work(lora.tables, ()) if num_rows >= LONG_MIN_ROWS else None,
-        sites=sites,
-    )
-    ids = torch.zeros(num_rows, dtype=torch.int64, device=device)
-    return ForwardBatch(
-        ids,
-        positions,
-        attention.idle_metadata(kv, positions),
-        adapters,
-        states=None if states is None else idle_states(kv.arena.data, states, num_rows),
-    )

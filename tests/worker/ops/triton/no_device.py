@@ -20,7 +20,6 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from loraplex_services.worker.runner import backends
-from loraplex_services.worker.runner.warm_up import warm_up
 from tests.worker.ops.triton.compilations import counted_compilations
 from tests.worker.ops.triton.test_compilations import MAX_STEP_TOKENS, SETTINGS, Steps
 
@@ -67,8 +66,7 @@ def check(setting: tuple[str, str, str], root: Path) -> list[str]:
     """The kernels that steps compile after the start."""
     steps = Steps(root, *setting, device="cpu")
     runner = steps.runner
-    gpu, kv = runner._batches.gpu, runner._batches.kv
-    warm_up(runner._model, kv, gpu.lora, gpu._attention, gpu._masks[-1], MAX_STEP_TOKENS)
+    runner._batches.gpu.idle.warm_up(MAX_STEP_TOKENS)
     draws = runner._chooser.draws
     runner._chooser.draws = draws._replace(draw=zeros(draws.draw), argmax=zeros(draws.argmax))
     with counted_compilations() as names:

@@ -6,7 +6,6 @@ import torch
 from loraplex_services.worker.runner.building import build_runner
 from loraplex_services.worker.runner.cuda_graphs import forward_static
 from loraplex_services.worker.runner.graph_inputs import DECODE
-from loraplex_services.worker.runner.warm_up import idle_batch
 from loraplex_services.worker.types.step_plan import StepPlan, batch_order
 from tests.worker.loading import HOST_CACHE_BYTES
 from tests.worker.ops.triton.test_runner import AsksNobody
@@ -121,10 +120,8 @@ def test_static_inputs_of_a_decode_step_equal_those_of_an_eager_one(drivers):
 
 def test_a_warm_up_leaves_the_arena_as_it_is(drivers):
     runner = drivers[0].runner
-    gpu, kv = runner._batches.gpu, runner._batches.kv
     before = runner.arena.data.clone()
     with torch.inference_mode():
-        model, sites = runner._model, gpu._masks[-1]
-        batch = idle_batch(model, kv, gpu.lora, gpu._attention, sites, 6, gpu._states)
-        assert len(model.forward(batch)) == 6
+        batch = runner._batches.gpu.idle.batch(6)
+        assert len(runner._model.forward(batch)) == 6
     assert torch.equal(runner.arena.data, before)

@@ -19,10 +19,8 @@ from loraplex_services.worker.runner.allocation import kv_buffer
 from loraplex_services.worker.runner.backends import choose_operators
 from loraplex_services.worker.runner.building import build_runner
 from loraplex_services.worker.runner.cuda_graphs import forward_static
-from loraplex_services.worker.runner.gpu_path import site_masks
 from loraplex_services.worker.runner.graph_inputs import DECODE
 from loraplex_services.worker.runner.profiling import run_largest_step
-from loraplex_services.worker.runner.warm_up import idle_batch, warm_up
 from loraplex_services.worker.types.extents import extent_sizes
 from loraplex_services.worker.types.request import Request
 from loraplex_services.worker.types.runner_settings import RunnerSettings
@@ -267,12 +265,9 @@ def test_benchmarks_notice_updates_that_are_missing(kernel_runner, device, monke
 
 def test_a_warm_up_leaves_the_arena_as_it_is(kernel_runner):
     runner, _ = kernel_runner
-    gpu, kv = runner._batches.gpu, runner._batches.kv
     before = runner.arena.data.clone()
-    sites = site_masks(runner._model.site_weights.table)[-1]
-    model = runner._model
     with torch.inference_mode():
-        hidden = model.forward(idle_batch(model, kv, gpu.lora, gpu._attention, sites, 6))
+        hidden = runner._model.forward(runner._batches.gpu.idle.batch(6))
     assert hidden.shape[0] == 6
     assert runner.arena.data.equal(before)
 
@@ -281,7 +276,7 @@ def test_a_warm_up_launches_attention_of_passes_without_a_cache_of_codes(
     folders, device, monkeypatch
 ):
     runner, _ = make_runner(folders, device, "triton", "fp8")
-    gpu, kv, launch = runner._batches.gpu, runner._batches.kv, attention.attend_contexts
+    launch = attention.attend_contexts
     dtypes = set()
 
     def noted(out, q, planes, *others, **options):
@@ -289,16 +284,16 @@ def test_a_warm_up_launches_attention_of_passes_without_a_cache_of_codes(
         launch(out, q, planes, *others, **options)
 
     monkeypatch.setattr(attention, "attend_contexts", noted)
-    warm_up(runner._model, kv, gpu.lora, gpu._attention, gpu._masks[-1], 3)
+    runner._batches.gpu.idle.warm_up(3)
     assert dtypes == {torch.float8_e4m3fn, torch.float32}
 
 
 def test_a_warm_up_of_more_rows_than_the_context_stays_within_it(kernel_runner, monkeypatch):
     runner, _ = kernel_runner
-    gpu, kv, model = runner._batches.gpu, runner._batches.kv, runner._model
+    model = runner._model
     short = dataclasses.replace(model.config, max_position_embeddings=4)
     monkeypatch.setattr(model, "config", short)
-    batch = idle_batch(model, kv, gpu.lora, gpu._attention, frozenset(), 6)
+    batch = runner._batches.gpu.idle.batch(6)
     assert batch.positions.tolist() == [0, 1, 2, 3, 0, 1]
     with torch.inference_mode():
         assert model.forward(batch).isfinite().all()
