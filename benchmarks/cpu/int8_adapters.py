@@ -21,9 +21,9 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from benchmarks.machine import options_of, write_results
 from demo.skills import held_out
 from loraplex.api.sampling import SamplingParams
-from loraplex_services.worker.adapters.device.loader import AtOnce
 from loraplex_services.worker.runner.building import build_runner
 from loraplex_services.worker.runner.runner import TorchRunner
+from loraplex_services.worker.runner.steps import AtOnce
 from loraplex_services.worker.types.request import Request
 from loraplex_services.worker.types.step_plan import PlannedRow, StepPlan
 from tests.worker.loading import adapter_blocks, load_adapter

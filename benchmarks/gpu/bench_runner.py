@@ -12,9 +12,10 @@ import torch
 from benchmarks.gpu import common
 from benchmarks.llama import Shape, write_adapter, write_base_config
 from loraplex.api.sampling import SamplingParams
-from loraplex_services.worker.adapters.device.loader import AtOnce, CopiedImage
+from loraplex_services.worker.adapters.device.loader import CopiedImage
 from loraplex_services.worker.runner.building import build_runner
 from loraplex_services.worker.runner.runner import TorchRunner
+from loraplex_services.worker.runner.steps import AtOnce
 from loraplex_services.worker.types.request import Request
 from loraplex_services.worker.types.step_plan import PlannedRow, StepPlan
 from tests.worker.loading import blocks_of, in_blocks

@@ -23,9 +23,9 @@ from benchmarks.gpu.bench_runner import HOST_CACHE_BYTES
 from benchmarks.gpu.checks import WrongResult
 from benchmarks.gpu.common import SHAPES
 from benchmarks.llama import write_adapter, write_base_config
-from loraplex_services.worker.adapters.device.loader import AtOnce
 from loraplex_services.worker.runner.building import build_runner
 from loraplex_services.worker.runner.runner import TorchRunner
+from loraplex_services.worker.runner.steps import AtOnce
 from loraplex_services.worker.types.runner_protocol import Copied
 from tests.worker.loading import blocks_of, in_blocks, load_adapter
 

@@ -36,7 +36,6 @@ from benchmarks.gpu import common
 from benchmarks.llama import ATTENTION, Shape, write_adapter, write_base_config
 from loraplex.api.request import AdapterSet, WorkerRequest
 from loraplex.api.sampling import SamplingParams
-from loraplex_services.worker.adapters.device.loader import AtOnce
 from loraplex_services.worker.engine.engine import Engine
 from loraplex_services.worker.layers.forward_batch import ForwardBatch
 from loraplex_services.worker.ops.attention.triton_backend import TritonAttentionMetadata
@@ -45,7 +44,7 @@ from loraplex_services.worker.runner.building import build_runner
 from loraplex_services.worker.runner.cuda_graphs import CapturedStep, CapturedSteps, GraphMemory
 from loraplex_services.worker.runner.graph_inputs import DECODE, mixed_kind
 from loraplex_services.worker.runner.runner import TorchRunner
-from loraplex_services.worker.runner.steps import StepOrder
+from loraplex_services.worker.runner.steps import AtOnce, StepOrder
 from loraplex_services.worker.sampling.drawing import TORCH_DRAWS
 from loraplex_services.worker.types.messages import (
     AdapterFetched,

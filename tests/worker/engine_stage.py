@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from loraplex.api.sampling import SamplingParams
-from loraplex_services.worker.adapters.device.loader import AtOnce
 from loraplex_services.worker.engine.engine import Engine
 from loraplex_services.worker.runner.building import build_runner
 from loraplex_services.worker.runner.runner import TorchRunner
+from loraplex_services.worker.runner.steps import AtOnce
 from loraplex_services.worker.types.messages import (
     AdapterFetched,
     Command,

@@ -11,7 +11,6 @@ from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
 
-from loraplex_services.worker.adapters.device.loader import AtOnce
 from loraplex_services.worker.runner.step_results import StepResults
 from loraplex_services.worker.types.step_plan import SampledRow
 
@@ -36,6 +35,20 @@ class StepUnderWay:
         """Wait for the step."""
         assert self.results is not None, "sampling has not begun"
         return self.results.result().read()
+
+
+class AtOnce(Executor):
+    """Runs each task while it is submitted: steps that do not overlap, and, in tools and tests, the
+    copies of adapters."""
+
+    def submit(self, fn, /, *args, **kwargs):  # type: ignore[no-untyped-def]  # as inherited
+        """A future that is done."""
+        future: Future[object] = Future()
+        try:
+            future.set_result(fn(*args, **kwargs))
+        except Exception as error:
+            future.set_exception(error)
+        return future
 
 
 class StepOrder:

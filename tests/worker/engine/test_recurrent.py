@@ -15,9 +15,9 @@ import torch
 
 from loraplex.api.request import KeptPrefix
 from loraplex.api.sampling import SamplingParams
-from loraplex_services.worker.adapters.device.loader import AtOnce
 from loraplex_services.worker.runner.building import build_runner
 from loraplex_services.worker.runner.runner import TorchRunner
+from loraplex_services.worker.runner.steps import AtOnce
 from loraplex_services.worker.types.messages import Submit
 from tests.worker.commands import make_submit
 from tests.worker.engine_stage import A, B, Stage

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from loraplex.adapter_format import read_folder
-from loraplex_services.worker.adapters.device.loader import AtOnce
+from loraplex_services.worker.runner.steps import AtOnce
 from tests.worker.engine_stage import A, B, Stage, submit
 from tests.worker.parity.adapters import make_adapter
 from tests.worker.parity.bases import TinyBase

@@ -44,19 +44,6 @@ class CopiedImage(Copied):
     """Identifies the copy to the other tensor-parallel ranks, if there are any."""
 
 
-class AtOnce(Executor):
-    """Runs tasks synchronously, for tools and for tests of the order of events."""
-
-    def submit(self, fn, /, *args, **kwargs):  # type: ignore[no-untyped-def]  # as inherited
-        """A future that is done."""
-        future: Future[object] = Future()
-        try:
-            future.set_result(fn(*args, **kwargs))
-        except Exception as error:
-            future.set_exception(error)
-        return future
-
-
 class AdapterLoader:
     """Packs and copies the adapters of one runner, and enters them into the tables that steps read.
 
