@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import secrets
 import socket
 from collections.abc import Mapping
@@ -55,14 +56,24 @@ class WorkerConfig:
     @property
     def base_aliases(self) -> tuple[str, ...]:
         """Other names by which adapters may call the base: the one that it has by default, since
-        PEFT writes the hub id or the folder that an adapter was trained on."""
+        PEFT writes the hub id or the folder that an adapter was trained on. The folders of many
+        models are called `model` or `checkpoint-100`, which says nothing about the base."""
         name = base_id_of(self.model)
-        return (name,) if name != self.base_id else ()
+        parts = re.split("[-_.]", name.lower())
+        is_generic = all(part.isdigit() or part in _GENERIC for part in parts)
+        return () if is_generic or name == self.base_id else (name,)
 
     @property
     def max_request_adapters(self) -> int:
         """Adapters in one request: a set must fit a step, and leave slots for others."""
         return min(MAX_RESIDENT // 2, self.engine.max_loras or MAX_RESIDENT)
+
+
+_GENERIC = frozenset(
+    {"base", "best", "checkpoint", "ckpt", "epoch", "final", "global", "hf", "iter", "last"}
+    | {"latest", "llm", "main", "merged", "model", "output", "snapshot", "step", "weights"}
+)
+"""Words that the names of folders of any model consist of."""
 
 
 def from_env(environ: Mapping[str, str]) -> WorkerConfig:

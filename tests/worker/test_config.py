@@ -119,6 +119,16 @@ def test_a_base_under_another_name_is_known_by_its_default_name_too(tmp_path: Pa
     assert from_env(GOOD).base_aliases == ()
 
 
+@pytest.mark.parametrize("name", ["model", "checkpoint-100", "Final_Model", "global_step_20"])
+def test_a_folder_that_any_model_may_be_in_does_not_name_the_base(
+    tmp_path: Path, name: str
+) -> None:
+    (folder := tmp_path / name).mkdir()
+    settings = {**GOOD, "LORAPLEX_MODEL": str(folder)}
+    assert from_env({**settings, "LORAPLEX_SERVED_MODEL_NAME": "ours"}).base_aliases == ()
+    assert from_env(settings).base_id == name
+
+
 @pytest.mark.parametrize(
     ("text", "expected"), [(None, (0, 1.0)), ("25%", (0, 0.25)), ("24MiB", (24 << 20, 1.0))]
 )
