@@ -61,10 +61,10 @@ async def _sign(args: argparse.Namespace) -> None:
     async with client_of(args) as client:
         version = (await client.get(args.ref)).version
         bundle, public = sign(version.ref, _files(version), Path(args.signing_key))
+        if args.out:  # before the registry changes: the path may be wrong
+            Path(args.out).write_bytes(bundle)
         # By number: a tag may have moved since.
         await client.attach_signature(version.ref, bundle, public)
-    if args.out:
-        Path(args.out).write_bytes(bundle)
     _print(args, version, parse_bundle(bundle).key_sha256, "signed")
 
 

@@ -45,6 +45,8 @@ def main_of(parser: Parser, argv: Sequence[str]) -> int:
         return 0
     except FileNotFoundError as error:
         return _print(InvalidRequest(f"{error.filename}: does not exist"), as_json)
+    except (IsADirectoryError, NotADirectoryError) as error:
+        return _print(InvalidRequest(f"{error.filename}: {error.strerror}"), as_json)
     except OSError as error:
         print_error(LoraplexError(str(error), reason="OS_ERROR"), as_json=as_json)
         return OTHER_FAILURE

@@ -41,6 +41,11 @@ def test_a_signature_is_kept_and_verifies_by_its_key_only(
     registry.json("upload", str(adapter), "--name", "signed", "--tag", "prod")
     code, error = registry.error("verify", "signed:prod", "--public-key", keys["public"])
     assert (code, error["reason"]) == (5, "NOT_SIGNED")
+    nowhere = str(tmp_path / "nowhere" / "bundle")
+    words = ("sign", "signed:prod", "--signing-key", keys["private"], "--out")
+    assert registry.error(*words, nowhere)[0] == 2
+    assert registry.error(*words, str(tmp_path))[0] == 2
+    assert registry.error("verify", "signed", "--public-key", keys["public"])[0] == 5
     signed = registry.json("sign", "signed:prod", "--signing-key", keys["private"])
     assert (signed["name"], signed["version"]) == ("signed", 1)
     verified = registry.json("verify", "signed", "--public-key", keys["public"])
