@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from loraplex.cli.local_base import base_folder, geometry_of, given_folder
 from loraplex.cli.output import show
-from loraplex.cli.parsing import Commands, Run, add_json, add_unused_server, count
+from loraplex.cli.parsing import Commands, Run, add_json, add_unused_server, count, number
 from loraplex.cli.sources import require_numpy
 from loraplex.errors import InvalidRequest
 from loraplex.units import counted
@@ -127,10 +128,7 @@ def _weighted(text: str) -> tuple[Path, float]:
     folder, equals, weight = text.rpartition("=")
     if not equals or Path(text).is_dir():
         return Path(text), 1.0
-    try:
-        return Path(folder), float(weight)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"expected DIR=WEIGHT, got {text!r}") from None
+    return Path(folder), number(weight, math.isfinite, "DIR=WEIGHT with a finite number")
 
 
 def _needing_numpy(run: Callable[[argparse.Namespace], Awaitable[None]]) -> Run:
@@ -173,6 +171,10 @@ async def _convert(args: argparse.Namespace) -> None:
         raise InvalidRequest.field(
             "DIR", str(args.dir), "is not a folder; give an adapter's folder"
         )
+    if args.rank and args.to != "lora":
+        raise InvalidRequest.field("--rank", args.rank, "is used only with --to lora")
+    if args.initial is not None and args.to != "peft":
+        raise InvalidRequest.field("--initial", args.initial, "is used only with --to peft")
     if args.to == "safetensors":
         _from_pickle(args)
     elif args.to == "trtllm":

@@ -35,7 +35,7 @@ from loraplex.adapter_format.safetensors_header import (
 from loraplex.adapter_format.tasks import CAUSAL_LM
 from loraplex.adapter_format.tensor_scan import scan_file
 from loraplex.client.publishing import read_adapter
-from loraplex.errors import AlreadyExists, InvalidAdapter
+from loraplex.errors import AlreadyExists, InvalidAdapter, InvalidRequest
 
 Array = npt.NDArray[np.float32]
 
@@ -166,9 +166,12 @@ def new_folder(out: Path) -> Iterator[Path]:
     """A temporary folder that is renamed to `out` at the end, or deleted on failure.
 
     Raises:
+        InvalidRequest: `out` is a file.
         AlreadyExists: `out` is not empty.
     """
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+    if out.exists() and not out.is_dir():
+        raise InvalidRequest(f"{out} is a file; name a folder")
+    if out.exists() and any(out.iterdir()):
         raise AlreadyExists(f"{out} is not empty; name a new folder")
     out.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=".partial-", dir=out.parent))

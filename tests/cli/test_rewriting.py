@@ -62,6 +62,12 @@ def test_a_merge_into_the_base_is_a_base(offline: Any, tmp_path: Path) -> None:
         (("convert", MASK, "{tmp}/o", "--to", "lora", "--base", BASE), 2),
         (("convert", MASK, "{tmp}/o", "--to", "trtllm", "--dtype", "float64"), 2),
         (("convert", "{tmp}", "{tmp}/o", "--to", "trtllm"), 3),
+        (("convert", UPPER, "{tmp}/o", "--to", "trtllm", "--rank", "3"), 2),
+        (("convert", UPPER, "{tmp}/o", "--to", "trtllm", "--initial", UPPER), 2),
+        (("convert", UPPER, __file__, "--to", "trtllm"), 2),
+        (("merge", f"{UPPER}=inf", "--out", "{tmp}/o"), 2),
+        (("merge", f"{UPPER}=nan", "--out", "{tmp}/o"), 2),
+        (("merge", UPPER, "--out", __file__), 2),
     ],
 )
 def test_what_cannot_be_made_leaves_nothing(
