@@ -38,6 +38,8 @@ def run(args: argparse.Namespace) -> None:
 
 def _costs(args: argparse.Namespace) -> tuple[Costs, int]:
     """The costs, and the size of the arena: theirs unless a flag sets it."""
+    if args.costs is not None and args.save_costs is not None:
+        raise InvalidRequest.field("--save-costs", args.save_costs, "is used only with --fit")
     if (known := ROOFLINES.get(str(args.costs))) is not None:
         return known.costs, known.arena_bytes
     if args.costs is not None:

@@ -19,6 +19,8 @@ if TYPE_CHECKING:  # `--help` must not wait for the worker's engine
 
 ROOFLINE_NAMES = ("llama-7b@a10g", "llama-7b@a100-80g", "llama-13b@a100-80g")
 DEFAULT_ARENA_BYTES = 64 << 20
+_MAX_RANK = 4096
+"""The largest rank that a worker can be told to accept."""
 EPILOG = """examples:
   loraplex simulate --costs llama-7b@a100-80g --adapters 2000 --ranks S2 --rate 8 --on-disk
   loraplex simulate --costs llama-7b@a10g --adapters 1000000 --workers 1000 --rate 1000 --duration 9
@@ -204,7 +206,7 @@ def rank_mix(text: str) -> Sequence[int]:
         ranks = [int(part) for part in text.split(",")]
     except ValueError:
         ranks = [0]
-    if min(ranks) < 1:
-        known = ", ".join(RANK_MIXES)
-        raise InvalidRequest.field("--ranks", text, f"must be one of {known}, or ranks like 8,64")
+    if not all(1 <= rank <= _MAX_RANK for rank in ranks):
+        why = f"must be one of {', '.join(RANK_MIXES)}, or ranks up to {_MAX_RANK} like 8,64"
+        raise InvalidRequest.field("--ranks", text, why)
     return ranks

@@ -79,6 +79,8 @@ def test_the_table_names_the_figures(costs: str) -> None:
         (("--lengths", "9-3,1-2"), "inputs"),
         (("--lengths", "long"), "--lengths"),
         (("--ranks", "S9"), "--ranks"),
+        (("--ranks", "5000000"), "--ranks"),
+        (("--save-costs", "costs.json"), "--save-costs"),
         (("--workers", "0"), "--workers"),
         (("--kv-memory", "1"), "--kv-memory"),
         (("--cv", "0"), "cv"),
@@ -95,7 +97,7 @@ def test_wrong_flags_are_refused_by_name(costs: str, flags: tuple[str, ...], nam
 def test_a_missing_scheduler_is_named_with_the_way_to_get_it(costs: str, tmp_path: Path) -> None:
     (tmp_path / "msgspec.py").write_text("raise ModuleNotFoundError(name='msgspec')")
     done = simulate("--costs", costs, PYTHONPATH=str(tmp_path))
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert "msgspec is not installed" in done.stderr and "worker-core" in done.stderr
 
 
