@@ -113,15 +113,21 @@ async def _prepared(args: argparse.Namespace, num_adapters: int) -> AsyncIterato
         before = {version.name async for version in registry.list(name_prefix=NAME_PREFIX)}
         try:
             names = await publish_variants(registry, args.prepare_from, num_adapters)
-            print(f"published {counted(len(names), 'adapter')}", file=sys.stderr)
+            _tell(args, "published", len(names))
             yield NAME_PREFIX
         finally:
             if not args.keep:
-                await _clean_up(registry, before, num_adapters)
+                _tell(args, "deleted", await _clean_up(registry, before, num_adapters))
 
 
-async def _clean_up(registry: RegistryClient, before: Set[str], count: int) -> None:
-    """Delete the adapters that a run published."""
+def _tell(args: argparse.Namespace, verb: str, num_adapters: int) -> None:
+    """Tell people what happened. With `--json`, only the object of a failure is on stderr."""
+    if num_adapters and not args.json:
+        print(f"{verb} {counted(num_adapters, 'adapter')}", file=sys.stderr)
+
+
+async def _clean_up(registry: RegistryClient, before: Set[str], count: int) -> int:
+    """Delete the adapters that a run published; returns how many."""
     from loraplex.errors import NotFound
     from loraplex.workload.adapter_variants import variant_name
 
@@ -131,4 +137,4 @@ async def _clean_up(registry: RegistryClient, before: Set[str], count: int) -> N
         with suppress(NotFound):  # Publishing was interrupted before this adapter.
             await registry.delete(name, every=True, purge=True)
             num_deleted += 1
-    print(f"deleted {counted(num_deleted, 'adapter')}", file=sys.stderr)
+    return num_deleted

@@ -29,6 +29,7 @@ _ORDERS: dict[str, tuple[str, Callable[[ModelLoad], Any]]] = {
 }
 _KEYS = "keys: t tokens, r requests, e errors, n name, q quit"
 _NUM_LINES_PIPED = 40
+MIN_INTERVAL_S = 0.1
 
 
 def add(commands: Commands) -> None:
@@ -40,7 +41,7 @@ def add(commands: Commands) -> None:
     )
     parser.add_argument(
         "--interval",
-        type=seconds,
+        type=_interval,
         default=2.0,
         metavar="TIME",
         help="time between two updates (default: 2s)",
@@ -54,6 +55,13 @@ def add(commands: Commands) -> None:
         default="tokens",
         help="order of the adapters (default: tokens)",
     )
+
+
+def _interval(text: str) -> float:
+    """A time that keeps the gateway from being asked all the time."""
+    if (interval_s := seconds(text)) < MIN_INTERVAL_S:
+        raise argparse.ArgumentTypeError(f"expected a time of at least 100ms, got {text!r}")
+    return interval_s
 
 
 async def _top(args: argparse.Namespace) -> None:

@@ -73,6 +73,8 @@ def test_too_few_adapters_and_too_long_requests_are_said_before_anything_is_sent
 ) -> None:
     done = bench(stack, "--adapters", "5000")
     assert done.returncode == 2 and "--prepare-from" in done.stderr
+    done = bench(stack, "--adapters", "1", "--prepare-from", "/no/such/folder", "--json")
+    assert json.loads(done.stderr)["error"]["violations"][0]["field"] == "--prepare-from"
     prepare = ("--prepare-from", str(ADAPTERS[0]))
     done = bench(stack, "--adapters", "1", "--lengths", "8-512,8-512", *prepare)
     assert done.returncode == 2 and "512 tokens" in done.stderr

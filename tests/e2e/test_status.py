@@ -31,6 +31,11 @@ def test_top_refreshes_as_often_as_the_interval_says(stack: Stack) -> None:
         assert digest in {adapter["digest"] for adapter in worker["adapters"]}
 
 
+def test_top_does_not_ask_the_gateway_all_the_time(stack: Stack) -> None:
+    done = _loraplex(stack, "top", "--count", "1", "--interval", "0")
+    assert done.returncode == 2 and "--interval" in done.stderr
+
+
 def test_top_without_a_terminal_does_not_clear_it(stack: Stack) -> None:
     done = _loraplex(stack, "top", "--count", "1")
     assert done.returncode == 0, done.stderr
