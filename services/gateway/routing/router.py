@@ -151,8 +151,7 @@ def _candidates(views: list[WorkerView], request: RoutingRequest) -> list[Worker
     3. The replicas and the next few workers.
     4. The first worker of the order that is under the bound.
     """
-    by_id = {view.worker_id: view for view in views}
-    order = [by_id[w] for w in rendezvous_order(request.key, by_id)]
+    order = sorted(views, key=lambda view: _place(view, request))
     cap = load_cap(views)
     under = [view for view in order if view.num_requests < cap]
     # The mean is below the cap, so some worker is under it.
@@ -163,9 +162,9 @@ def _candidates(views: list[WorkerView], request: RoutingRequest) -> list[Worker
         view for view in order[: request.num_replicas + SPARE_REPLICAS] if view.num_requests < cap
     ]
     holders = [view for view in nearest if _holds(view, request)]
-    replicas = {view.worker_id for view in order[: request.num_replicas]}
-    if any(view.worker_id in replicas for view in holders):
-        return [view for view in nearest if view.worker_id in replicas]
+    replicas = {view.address for view in order[: request.num_replicas]}
+    if any(view.address in replicas for view in holders):
+        return [view for view in nearest if view.address in replicas]
     return holders or nearest or under[:1]
 
 
@@ -174,8 +173,15 @@ def _holds(view: WorkerView, request: RoutingRequest) -> bool:
     return all(view.tier_of(digest) >= Tier.LOADING for digest in request.digests)
 
 
-def _cost(view: WorkerView, request: RoutingRequest) -> tuple[bool, float, int, int]:
+def _place(view: WorkerView, request: RoutingRequest) -> tuple[int, str, str]:
+    """Sort key of the rendezvous order. Workers on sockets of one name have the same id."""
+    return -rendezvous_score(request.key, view.worker_id), view.worker_id, view.address
+
+
+def _cost(
+    view: WorkerView, request: RoutingRequest
+) -> tuple[bool, float, int, tuple[int, str, str]]:
     """Sort key: same numerics, then time to first token, then batch size, then rendezvous order."""
     differs = bool(request.numerics) and view.numerics != request.numerics
     time_s = round(first_token_s(view, request), 3)
-    return differs, time_s, view.num_requests, -rendezvous_score(request.key, view.worker_id)
+    return differs, time_s, view.num_requests, _place(view, request)

@@ -48,6 +48,14 @@ def test_adapters_are_fetched_where_one_worker_that_takes_requests_has_them_all(
     assert are_fetched([], ["a"])
 
 
+def test_workers_of_one_id_at_different_addresses_are_all_used() -> None:
+    """As on sockets of the same name in two folders."""
+    idle, busy = _view("w"), _view("w", 100, address="other")
+    for views in ([idle, busy], [busy, idle]):
+        assert choose(views, _routing_request("x", 0)) == idle
+        assert choose(views, _routing_request("x")) == idle
+
+
 @given(workers=WORKERS, key=KEYS)
 def test_losing_a_worker_moves_nothing_else(workers: list[str], key: str) -> None:
     order = rendezvous_order(key, workers)
