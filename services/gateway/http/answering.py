@@ -16,7 +16,7 @@ from loraplex.errors import LoraplexError
 from loraplex_services.common.limits import MAX_RUNNING
 from loraplex_services.common.tenant_slots import TenantSlots
 from loraplex_services.gateway.http.calls import OpenAICall
-from loraplex_services.gateway.http.collected import CollectedBytes, CollectedChoice
+from loraplex_services.gateway.http.collected import CollectedChoice
 from loraplex_services.gateway.http.formatting import Formatter, ResponseInfo
 from loraplex_services.gateway.http.guard import api_key_of
 from loraplex_services.gateway.http.lora_folders import LoraFolders
@@ -30,6 +30,7 @@ from loraplex_services.gateway.http.sse import (
 )
 from loraplex_services.gateway.metrics import REQUESTS
 from loraplex_services.gateway.pipeline.chat_answers import ends_in_thought, with_marks
+from loraplex_services.gateway.pipeline.collected_bytes import CollectedBytes
 from loraplex_services.gateway.pipeline.generation import Generation
 from loraplex_services.gateway.pipeline.interleaving import TextDeltas, interleaved
 from loraplex_services.gateway.pipeline.prepared import PreparedRequest

@@ -21,9 +21,9 @@ from loraplex.v1 import inference_pb2, inference_pb2_grpc, worker_pb2
 from loraplex_services.common.callers import LOCAL, Caller
 from loraplex_services.gateway.http import answering, logprobs, sse
 from loraplex_services.gateway.http.body import Body
-from loraplex_services.gateway.http.collected import bytes_of
 from loraplex_services.gateway.http.lora_folders import LoraFolders
 from loraplex_services.gateway.http.sse import compact_json, json_in_parts
+from loraplex_services.gateway.pipeline.collected_bytes import bytes_of
 from loraplex_services.gateway.request import RunningAdapter, Target, TextDelta
 from loraplex_services.gateway.workers.convert import tokens_from_wire
 from loraplex_services.worker.server.convert import token_to_wire

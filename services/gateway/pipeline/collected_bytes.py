@@ -1,0 +1,95 @@
+"""What answers that are collected before they are sent may hold.
+
+A token with twenty logprobs takes thousands of bytes once it is formatted, and its experts take
+hundreds. Requests with many choices and long answers would otherwise fill the memory of a gateway.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from loraplex.errors import ResourceExhausted
+from loraplex_services.common.callers import Caller
+from loraplex_services.common.limits import (
+    MAX_COLLECTED_BYTES,
+    MAX_COLLECTED_BYTES_PER_TENANT,
+    SERVICE_KEY_IDS,
+)
+from loraplex_services.gateway.request import TextDelta
+
+_DELTA_BYTES, _TOKEN_BYTES, _LOGPROB_BYTES = 300, 100, 120
+"""Approximate sizes of a formatted text delta, of each of its tokens and of each logprob."""
+
+
+class CollectedBytes:
+    """Bytes that the unfinished answers of one gateway hold, by tenant. No empty entries."""
+
+    def __init__(self) -> None:
+        self._by_tenant: Counter[str] = Counter()
+
+    @contextmanager
+    def counted(self, caller: Caller) -> Iterator[Callable[[TextDelta], None]]:
+        """A function that counts each text delta of one answer until the answer ends. For callers
+        without a tenant's key, it counts only experts, and those of each answer for itself.
+
+        The function raises ResourceExhausted if the answers of the tenant hold too much.
+        """
+        if caller.key_id in SERVICE_KEY_IDS:
+            yield _counting_experts()
+            return
+        tenant, mine = caller.tenant, 0
+
+        def note(text_delta: TextDelta) -> None:
+            nonlocal mine
+            num_bytes = bytes_of(text_delta)
+            mine += num_bytes
+            self._by_tenant[tenant] += num_bytes
+            held, total = self._by_tenant[tenant], self._by_tenant.total()
+            is_over = total > MAX_COLLECTED_BYTES and held > total / len(self._by_tenant)
+            if is_over or held > MAX_COLLECTED_BYTES_PER_TENANT:
+                raise _too_large()
+
+        try:
+            yield note
+        finally:
+            self._by_tenant[tenant] -= mine
+            if not self._by_tenant[tenant]:
+                del self._by_tenant[tenant]
+
+
+def _counting_experts() -> Callable[[TextDelta], None]:
+    """A function that raises ResourceExhausted if one answer has too many experts. Nothing else
+    bounds those of its output, and formatting makes several copies of them."""
+    held = 0
+
+    def note(text_delta: TextDelta) -> None:
+        nonlocal held
+        held += _expert_bytes(text_delta)
+        if held > MAX_COLLECTED_BYTES_PER_TENANT:
+            raise _too_large()
+
+    return note
+
+
+def _too_large() -> ResourceExhausted:
+    return ResourceExhausted(
+        "the answers under way are too large to be sent as a whole; stream them (experts over "
+        "gRPC), or ask for fewer choices, logprobs or experts at a time",
+        reason="ANSWERS_TOO_LARGE",
+        retry_after_s=1.0,
+    )
+
+
+def _expert_bytes(text_delta: TextDelta) -> int:
+    return 0 if text_delta.routed_experts is None else len(text_delta.routed_experts.experts)
+
+
+def bytes_of(text_delta: TextDelta) -> int:
+    """Approximate memory of a text delta."""
+    num_logprobs = sum(1 + len(entry.top) for entry in text_delta.logprobs)
+    if (prompt := text_delta.prompt_logprobs) is not None:
+        num_logprobs += len(prompt) * (1 + prompt.num_top)
+    num_bytes = _TOKEN_BYTES * len(text_delta.token_ids) + _LOGPROB_BYTES * num_logprobs
+    return _DELTA_BYTES + num_bytes + _expert_bytes(text_delta)
