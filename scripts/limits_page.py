@@ -80,11 +80,11 @@ COUNTS = {
     "MAX_BODY_S": "seconds for an HTTP body to arrive",
     "MAX_HTTP_UNREAD_S": "seconds in which a client must read 64 KiB of an answer that waits for "
     "it; otherwise its connection is closed",
-    "MAX_COLLECTED_BYTES": "of tokens, logprobs and experts that one gateway holds for answers "
-    "that are not streamed; beyond it, requests of tenants that hold more than an equal share are "
-    "refused",
-    "MAX_COLLECTED_BYTES_PER_TENANT": "of these for one tenant; without keys, of the experts in "
-    "one answer",
+    "MAX_COLLECTED_BYTES": "of tokens, logprobs, experts and vectors that one gateway holds for "
+    "answers that are not streamed; beyond it, requests of tenants that hold more than an equal "
+    "share are refused",
+    "MAX_COLLECTED_BYTES_PER_TENANT": "of these for one tenant; without keys, of the experts or "
+    "vectors in one answer",
     "MAX_STORED_RESPONSE_BYTES": "of the responses that one gateway keeps for "
     "`previous_response_id`; beyond it, the tenant that holds most loses its oldest",
     "MAX_STORED_RESPONSE_BYTES_PER_TENANT": "of these for one tenant, which then loses its oldest",

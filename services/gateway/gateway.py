@@ -36,6 +36,7 @@ from loraplex_services.gateway.grpc import admin, server
 from loraplex_services.gateway.http.aliases import AliasEndpoints
 from loraplex_services.gateway.http.answering import Answering
 from loraplex_services.gateway.http.app import AppContext, OpenAIEndpoints
+from loraplex_services.gateway.http.collected import LargeAnswers
 from loraplex_services.gateway.http.guard import HostRule
 from loraplex_services.gateway.http.lora_folders import LoraFolders
 from loraplex_services.gateway.http.messages.endpoints import MessagesEndpoints
@@ -253,14 +254,15 @@ class Gateway:
         )
         root = self._config.lora_root
         folders = None if root is None else LoraFolders(self._registry_of, root, self._resolver)
-        answering = Answering(self._generation, folders)
+        large = LargeAnswers()
+        answering = Answering(self._generation, large, folders)
         encoder = PromptEncoder(
             self._resolver, self._fleet, self._adapter_text, self._admitting.charge_request
         )
         endpoints = OpenAIEndpoints(answering, self._resolver, context)
         tokenize = TokenizeEndpoints(context.text_reader, encoder)
         responses = ResponsesEndpoints(context, answering, encoder)
-        vectors = VectorEndpoints(context.caller, self._generation, self._resolver)
+        vectors = VectorEndpoints(context.caller, self._generation, large, self._resolver)
         messages = MessagesEndpoints(context, answering, encoder)
         usage = UsageEndpoint(
             functools.partial(context.reader, num_calls=USAGE_CALLS), self._registry.usage

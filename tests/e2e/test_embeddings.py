@@ -108,6 +108,17 @@ def test_all_forms_of_input_and_encoding_give_the_same_vector(
     assert_close([list(struct.unpack(f"<{len(first)}f", packed))], [first])
 
 
+def test_the_vectors_of_a_large_answer_are_those_of_small_ones(client: openai.OpenAI) -> None:
+    """Large ones are formatted in another thread."""
+    fields: dict[str, Any] = {"model": BASE_ID, "encoding_format": "float"}
+    answer = client.embeddings.create(input=TEXTS[:2] * 60, **fields)
+    small = client.embeddings.create(input=TEXTS[:2], **fields)
+    assert [entry.index for entry in answer.data] == list(range(120))
+    assert len(answer.data[0].embedding) * 120 > 16_384
+    expected = [entry.embedding for entry in small.data] * 60
+    assert_close([entry.embedding for entry in answer.data], expected)
+
+
 def test_grpc_embeds_with_the_same_vectors(client: openai.OpenAI, stack: Stack) -> None:
     with grpc.insecure_channel(stack.grpc) as channel:
         stub = inference_pb2_grpc.InferenceServiceStub(channel)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import secrets
 from bisect import bisect_right
-from collections.abc import AsyncGenerator, Mapping
-from contextlib import aclosing, asynccontextmanager
-from typing import Any
+from collections.abc import AsyncGenerator, Callable, Mapping
+from contextlib import AbstractContextManager, aclosing, asynccontextmanager
+from functools import partial
+from typing import Any, TypeVar
 
 import grpc
 
@@ -35,7 +36,8 @@ from loraplex_services.gateway.grpc.vectors import (
 )
 from loraplex_services.gateway.metrics import REQUESTS
 from loraplex_services.gateway.pipeline.chat_answers import ChatAnswers, with_marks
-from loraplex_services.gateway.pipeline.embedding import embed_all
+from loraplex_services.gateway.pipeline.collected_bytes import Note
+from loraplex_services.gateway.pipeline.embedding import Pooled, embed_all
 from loraplex_services.gateway.pipeline.generation import Generation
 from loraplex_services.gateway.pipeline.prepared import PreparedRequest
 from loraplex_services.gateway.pipeline.scoring import score_all
@@ -53,6 +55,7 @@ from loraplex_services.gateway.tools.tool_use import ToolUse
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
+T = TypeVar("T")
 NAME = "loraplex.v1.InferenceService"
 DEFAULT_PAGE = 100
 MAX_PAGE = 1000
@@ -95,16 +98,23 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     ) -> inference_pb2.EmbedResponse:
         """One vector per input."""
         calls, finish = embed_calls(request, context.time_remaining(), _traceparent(context))
-        async with _counted(field_names(request)):
-            return embed_response(await embed_all(self._generation, calls, finish))
+        with self._collected() as note:
+            async with _counted(field_names(request)):
+                pooled = await embed_all(self._generation, calls, finish, note)
+                return await _made(pooled, partial(embed_response, pooled))
 
     async def Score(
         self, request: inference_pb2.ScoreRequest, context: Context
     ) -> inference_pb2.ScoreResponse:
         """The outputs of an adapter's head, per input."""
         calls = score_calls(request, context.time_remaining(), _traceparent(context))
-        async with _counted(field_names(request)):
-            return score_response(*await score_all(self._generation, calls))
+        with self._collected() as note:
+            async with _counted(field_names(request)):
+                pooled, scores = await score_all(self._generation, calls, note)
+                return await _made(pooled, partial(score_response, pooled, scores))
+
+    def _collected(self) -> AbstractContextManager[Note]:
+        return self._generation.collected.counted(current_caller.get())
 
     async def ListModels(
         self, request: inference_pb2.ListModelsRequest, context: Context
@@ -250,6 +260,11 @@ def _model(model: ServedModel | Version, tenant: str) -> inference_pb2.Model:
         shown.digest = model.digest
     shown.created_unix_s = int(model.created_unix_s)
     return shown
+
+
+async def _made(pooled: Pooled, work: Callable[[], T]) -> T:
+    """What `work` makes of vectors, in a thread if there are many."""
+    return await asyncio.to_thread(work) if pooled.is_large else work()
 
 
 def _traceparent(context: Context) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
@@ -13,10 +12,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from loraplex.errors import LoraplexError
-from loraplex_services.common.limits import MAX_RUNNING
-from loraplex_services.common.tenant_slots import TenantSlots
 from loraplex_services.gateway.http.calls import OpenAICall
-from loraplex_services.gateway.http.collected import CollectedChoice
+from loraplex_services.gateway.http.collected import CollectedChoice, LargeAnswers
 from loraplex_services.gateway.http.formatting import Formatter, ResponseInfo
 from loraplex_services.gateway.http.guard import api_key_of
 from loraplex_services.gateway.http.lora_folders import LoraFolders
@@ -30,30 +27,28 @@ from loraplex_services.gateway.http.sse import (
 )
 from loraplex_services.gateway.metrics import REQUESTS
 from loraplex_services.gateway.pipeline.chat_answers import ends_in_thought, with_marks
-from loraplex_services.gateway.pipeline.collected_bytes import CollectedBytes
+from loraplex_services.gateway.pipeline.collected_bytes import Note
 from loraplex_services.gateway.pipeline.generation import Generation
 from loraplex_services.gateway.pipeline.interleaving import TextDeltas, interleaved
 from loraplex_services.gateway.pipeline.prepared import PreparedRequest
-from loraplex_services.gateway.request import TextDelta, with_names
+from loraplex_services.gateway.request import with_names
 from loraplex_services.gateway.tools.call_grammar import call_grammar
 
 _MAX_DELTAS_AT_ONCE = 256
 """Answers of more text deltas, and those with logprobs, are formatted in a thread. Thousands of
 logprobs would stop the event loop for tenths of a second."""
-_NUM_FORMATTING = 2
-"""Answers that are formatted in threads at a time, one of each tenant. The event loop shares
-Python's lock with them, and waits for each of them in turn."""
 
 
 class Answering:
     """The one path of generated text from the pipeline to HTTP."""
 
-    def __init__(self, generation: Generation, folders: LoraFolders | None) -> None:
+    def __init__(
+        self, generation: Generation, large: LargeAnswers, folders: LoraFolders | None
+    ) -> None:
         """`folders` are published when a request names them; None = there are none."""
         self._folders = folders
         self._generation = generation
-        self._collected = CollectedBytes()
-        self._formatting = TenantSlots(_NUM_FORMATTING, max_waiting_per_tenant=MAX_RUNNING)
+        self._large = large
 
     async def answer(
         self,
@@ -80,7 +75,7 @@ class Answering:
         if call.stream:
             chunks = _with_outcome_counted(_chunks(text_deltas, formatter))
             return EventStream(chunks, info.headers(), stream_format, renamed, formatter.failure)
-        with self._collected.counted(request.state.caller) as note:
+        with self._generation.collected.counted(request.state.caller) as note:
             choices = await _collected(request, text_deltas, renamed, note)
             return await self._complete(request, choices, info, formatter)
 
@@ -102,8 +97,7 @@ class Answering:
         def formatted() -> bytes:
             return json_in_parts(formatter.full_body([c.sum() for c in choices]))
 
-        async with self._formatting.held(request.state.caller.tenant, "large answers"):
-            body = await asyncio.to_thread(formatted)
+        body = await self._large.formatted(request.state.caller.tenant, formatted)
         return Response(body, media_type="application/json", headers=info.headers())
 
     async def _adopted(self, request: Request, call: OpenAICall) -> OpenAICall:
@@ -187,7 +181,7 @@ async def _collected(
     request: Request,
     text_deltas: TextDeltas,
     renamed: Renamed,
-    note: Callable[[TextDelta], None],
+    note: Note,
 ) -> list[CollectedChoice]:
     """All choices in order. Ends early if the client leaves."""
     choices: dict[int, CollectedChoice] = {}

@@ -32,8 +32,8 @@ class ClassifyCall:
 class Class(TypedDict):
     index: int
     label: str | None
-    probs: list[float]
-    logits: list[float]
+    probs: Sequence[float]
+    logits: Sequence[float]
     num_classes: int
 
 
@@ -67,7 +67,7 @@ def classes_body(
             "index": index,
             "label": score.label or None,
             "probs": shown_scores(call, score),
-            "logits": list(score.logits),
+            "logits": score.logits,
             "num_classes": len(score.logits),
         }
         for index, score in enumerate(scores)
@@ -82,6 +82,6 @@ def classes_body(
     }
 
 
-def shown_scores(call: ClassifyCall, score: PromptScore) -> list[float]:
+def shown_scores(call: ClassifyCall, score: PromptScore) -> Sequence[float]:
     """Probabilities, or logits if they are requested or the problem is a regression."""
-    return list((score.probabilities if call.use_activation else ()) or score.logits)
+    return (score.probabilities if call.use_activation else ()) or score.logits

@@ -1,11 +1,12 @@
-"""Answers that are collected before they are sent: see `pipeline.collected_bytes` for what they may
-hold.
+"""Answers that are collected before they are sent, and where large ones are formatted. What they
+may hold: see `pipeline.collected_bytes`.
 """
 
 from __future__ import annotations
 
+import asyncio
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
 from loraplex.api.output import (
@@ -15,7 +16,25 @@ from loraplex.api.output import (
     WeightSpan,
     joined_spans,
 )
+from loraplex_services.common.limits import MAX_RUNNING
+from loraplex_services.common.tenant_slots import TenantSlots
 from loraplex_services.gateway.request import TextDelta
+
+_NUM_FORMATTING = 2
+"""Answers that are formatted in threads at a time, one of each tenant. The event loop shares
+Python's lock with them, and waits for each of them in turn."""
+
+
+class LargeAnswers:
+    """Formats large answers in threads: each would stop the event loop for tenths of a second."""
+
+    def __init__(self) -> None:
+        self._slots = TenantSlots(_NUM_FORMATTING, max_waiting_per_tenant=MAX_RUNNING)
+
+    async def formatted(self, tenant: str, work: Callable[[], bytes]) -> bytes:
+        """What `work` returns, in a thread."""
+        async with self._slots.held(tenant, "large answers"):
+            return await asyncio.to_thread(work)
 
 
 class CollectedLogprobs:

@@ -36,7 +36,7 @@ class EmbeddingsCall:
 class Embedding(TypedDict):
     object: Literal["embedding"]
     index: int
-    embedding: list[float] | str
+    embedding: Sequence[float] | str
 
 
 class EmbeddingResponse(TypedDict):
@@ -115,8 +115,8 @@ def usage_of(pooled: Pooled) -> UsageInfo:
     return {"prompt_tokens": count, "total_tokens": count}
 
 
-def encoded(vector: Sequence[float], *, is_base64: bool) -> list[float] | str:
-    """Numbers as JSON, or as base64 of little-endian float32."""
+def encoded(vector: Sequence[float], *, is_base64: bool) -> Sequence[float] | str:
+    """The numbers, or base64 of little-endian float32."""
     if not is_base64:
-        return list(vector)
+        return vector
     return base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode()

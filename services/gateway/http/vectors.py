@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, TypeVar
 
 from starlette.requests import Request
@@ -17,6 +19,7 @@ from loraplex_services.common.callers import Caller
 from loraplex_services.gateway.http.answering import json_response
 from loraplex_services.gateway.http.calls import Origin, origin_of
 from loraplex_services.gateway.http.classify import classes_body, parse_classify, shown_scores
+from loraplex_services.gateway.http.collected import LargeAnswers
 from loraplex_services.gateway.http.embeddings import (
     embeddings_body,
     parse_embeddings,
@@ -32,8 +35,9 @@ from loraplex_services.gateway.http.ranking import (
     ranking_body,
     scores_body,
 )
-from loraplex_services.gateway.http.sse import until_gone
+from loraplex_services.gateway.http.sse import json_in_parts, until_gone
 from loraplex_services.gateway.metrics import REQUESTS
+from loraplex_services.gateway.pipeline.collected_bytes import Note
 from loraplex_services.gateway.pipeline.embedding import Pooled, embed_all
 from loraplex_services.gateway.pipeline.generation import Generation
 from loraplex_services.gateway.pipeline.ranking import rank_all
@@ -51,6 +55,7 @@ class VectorEndpoints:
 
     caller: Callable[[Request], Awaitable[Caller]]
     generation: Generation
+    large: LargeAnswers
     resolver: Resolver
 
     def routes(self) -> list[Route]:
@@ -71,37 +76,46 @@ class VectorEndpoints:
         """POST /v1/embeddings."""
         fields, origin = await self._read(request)
         call = parse_embeddings(fields, origin)
-        work = embed_all(self.generation, call.calls, call.finish)
-        pooled = await _answered(request, work, call.field_names)
-        return _response(embeddings_body(call, pooled), pooled)
+        with self._counted(request) as note:
+            work = embed_all(self.generation, call.calls, call.finish, note)
+            pooled = await _answered(request, work, call.field_names)
+            return await self._vectors(request, pooled, lambda: embeddings_body(call, pooled))
 
     async def classify(self, request: Request) -> Response:
         """POST /classify."""
         fields, origin = await self._read(request)
         call = parse_classify(fields, origin)
-        work = score_all(self.generation, call.calls)
-        pooled, scores = await _answered(request, work, call.field_names)
-        return _response(classes_body(call, origin.request_id, pooled, scores), pooled)
+        name = origin.request_id
+        with self._counted(request) as note:
+            work = score_all(self.generation, call.calls, note)
+            pooled, scores = await _answered(request, work, call.field_names)
+            return await self._vectors(
+                request, pooled, lambda: classes_body(call, name, pooled, scores)
+            )
 
     async def pooling(self, request: Request) -> Response:
         """POST /pooling: classes of an adapter with a head, otherwise vectors."""
         fields, origin = await self._read(request)
         task = task_of(fields)
         has_head = not task and await self._has_head(fields, origin)
-        name = origin.request_id
-        if task == "classify" or has_head:
-            classes = parse_classify(fields, origin)
-            scoring = score_all(self.generation, classes.calls)
-            pooled, scores = await _answered(request, scoring, classes.field_names)
-            shown = [shown_scores(classes, score) for score in scores]
-            return _response(
-                pooling_body(classes.model, name, pooled, shown, is_base64=False), pooled
-            )
-        call = parse_embeddings(fields, origin)
-        work = embed_all(self.generation, call.calls, call.finish)
-        pooled = await _answered(request, work, call.field_names)
-        body = pooling_body(call.model, name, pooled, pooled.vectors, is_base64=call.is_base64)
-        return _response(body, pooled)
+        with self._counted(request) as note:
+            if task == "classify" or has_head:
+                classes = parse_classify(fields, origin)
+                scoring = score_all(self.generation, classes.calls, note)
+                pooled, scores = await _answered(request, scoring, classes.field_names)
+                model, is_base64 = classes.model, False
+                shown = [shown_scores(classes, score) for score in scores]
+            else:
+                call = parse_embeddings(fields, origin)
+                work = embed_all(self.generation, call.calls, call.finish, note)
+                pooled = await _answered(request, work, call.field_names)
+                model, is_base64, shown = call.model, call.is_base64, list(pooled.vectors)
+
+            def body() -> Mapping[str, Any]:
+                name = origin.request_id
+                return pooling_body(model, name, pooled, shown, is_base64=is_base64)
+
+            return await self._vectors(request, pooled, body)
 
     async def score(self, request: Request) -> Response:
         """POST /v1/score."""
@@ -124,10 +138,31 @@ class VectorEndpoints:
             return vector_calls(fields, origin, call.model, prompts, pooling, None)
 
         target = await self._target(call.model, origin)
-        ranking = rank_all(
-            self.generation, target, call.pairs, calls, use_activation=call.use_activation
-        )
-        return await _answered(request, ranking, call.field_names)
+        use_activation = call.use_activation
+        with self._counted(request) as note:
+            ranking = rank_all(
+                self.generation, target, call.pairs, calls, note, use_activation=use_activation
+            )
+            return await _answered(request, ranking, call.field_names)
+
+    def _counted(self, request: Request) -> AbstractContextManager[Note]:
+        return self.generation.collected.counted(request.state.caller)
+
+    async def _vectors(
+        self, request: Request, pooled: Pooled, body: Callable[[], Mapping[str, Any]]
+    ) -> Response:
+        """A response with vectors as `data`. A large one is formatted in a thread."""
+
+        def formatted() -> bytes:
+            return vectors_json(body())
+
+        if pooled.is_large:
+            content = await self.large.formatted(request.state.caller.tenant, formatted)
+        else:
+            content = formatted()
+        REQUESTS.labels("http", "ok").inc()
+        headers = headers_of(pooled.prepared[0])
+        return Response(content, media_type="application/json", headers=headers)
 
     async def _has_head(self, fields: Fields, origin: Origin) -> bool:
         model = fields.get("model")
@@ -155,6 +190,24 @@ async def _answered(
         return await until_gone(request.receive, work)
     except LoraplexError as error:
         raise with_names(error, field_names) from None
+
+
+def vectors_json(body: Mapping[str, Any]) -> bytes:
+    """JSON of a body whose `data` is a list of objects with arrays of numbers.
+
+    Raises: LoraplexError if one of the numbers is not finite.
+    """
+    parts: list[bytes] = []
+    for name, value in body.items():
+        parts += [b"," if parts else b"{", json_in_parts(name), b":"]
+        if name == "data":
+            items = (
+                (b"," if index else b"[", json_in_parts(each)) for index, each in enumerate(value)
+            )
+            parts += [*chain.from_iterable(items), b"]" if value else b"[]"]
+        else:
+            parts.append(json_in_parts(value))
+    return b"".join([*parts, b"}"])  # once: to copy a large answer takes milliseconds
 
 
 def _response(body: Mapping[str, Any], pooled: Pooled) -> Response:

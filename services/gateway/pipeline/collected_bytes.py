@@ -1,7 +1,8 @@
 """What answers that are collected before they are sent may hold.
 
 A token with twenty logprobs takes thousands of bytes once it is formatted, and its experts take
-hundreds. Requests with many choices and long answers would otherwise fill the memory of a gateway.
+hundreds. A head may have thousands of labels. Requests with many choices and long answers, or many
+inputs, would otherwise fill the memory of a gateway.
 """
 
 from __future__ import annotations
@@ -21,6 +22,12 @@ from loraplex_services.gateway.request import TextDelta
 
 _DELTA_BYTES, _TOKEN_BYTES, _LOGPROB_BYTES = 300, 100, 120
 """Approximate sizes of a formatted text delta, of each of its tokens and of each logprob."""
+_VALUE_BYTES = 60
+"""Approximate size of a number of a vector, as it came, as it is returned, and in JSON."""
+
+Note = Callable[[TextDelta], None]
+"""Counts a text delta of an answer. Raises ResourceExhausted if the answers of its tenant hold too
+much."""
 
 
 class CollectedBytes:
@@ -30,14 +37,13 @@ class CollectedBytes:
         self._by_tenant: Counter[str] = Counter()
 
     @contextmanager
-    def counted(self, caller: Caller) -> Iterator[Callable[[TextDelta], None]]:
+    def counted(self, caller: Caller) -> Iterator[Note]:
         """A function that counts each text delta of one answer until the answer ends. For callers
-        without a tenant's key, it counts only experts, and those of each answer for itself.
-
-        The function raises ResourceExhausted if the answers of the tenant hold too much.
+        without a tenant's key, it counts only experts and vectors, and those of each answer for
+        itself.
         """
         if caller.key_id in SERVICE_KEY_IDS:
-            yield _counting_experts()
+            yield _counting_one()
             return
         tenant, mine = caller.tenant, 0
 
@@ -59,14 +65,14 @@ class CollectedBytes:
                 del self._by_tenant[tenant]
 
 
-def _counting_experts() -> Callable[[TextDelta], None]:
-    """A function that raises ResourceExhausted if one answer has too many experts. Nothing else
-    bounds those of its output, and formatting makes several copies of them."""
+def _counting_one() -> Note:
+    """A function that raises ResourceExhausted if one answer has too many experts or numbers of
+    vectors. Nothing else bounds these, and formatting makes several copies of them."""
     held = 0
 
     def note(text_delta: TextDelta) -> None:
         nonlocal held
-        held += _expert_bytes(text_delta)
+        held += _expert_bytes(text_delta) + _VALUE_BYTES * len(text_delta.pooled)
         if held > MAX_COLLECTED_BYTES_PER_TENANT:
             raise _too_large()
 
@@ -76,7 +82,7 @@ def _counting_experts() -> Callable[[TextDelta], None]:
 def _too_large() -> ResourceExhausted:
     return ResourceExhausted(
         "the answers under way are too large to be sent as a whole; stream them (experts over "
-        "gRPC), or ask for fewer choices, logprobs or experts at a time",
+        "gRPC), or ask for fewer choices, logprobs, experts or inputs at a time",
         reason="ANSWERS_TOO_LARGE",
         retry_after_s=1.0,
     )
@@ -92,4 +98,5 @@ def bytes_of(text_delta: TextDelta) -> int:
     if (prompt := text_delta.prompt_logprobs) is not None:
         num_logprobs += len(prompt) * (1 + prompt.num_top)
     num_bytes = _TOKEN_BYTES * len(text_delta.token_ids) + _LOGPROB_BYTES * num_logprobs
+    num_bytes += _VALUE_BYTES * len(text_delta.pooled)
     return _DELTA_BYTES + num_bytes + _expert_bytes(text_delta)

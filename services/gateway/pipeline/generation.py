@@ -29,6 +29,7 @@ from loraplex_services.gateway.pipeline.call_limits import (
     truncation_of,
 )
 from loraplex_services.gateway.pipeline.choice_text import ChoiceText
+from loraplex_services.gateway.pipeline.collected_bytes import CollectedBytes
 from loraplex_services.gateway.pipeline.history import CANCELLED, OK
 from loraplex_services.gateway.pipeline.interleaving import TextDeltas, interleaved
 from loraplex_services.gateway.pipeline.live import LiveRequests, check_update_policy
@@ -96,6 +97,8 @@ class Generation:
         self._is_draining = False
         self.usage = UsageCounter()
         self.mirrors = Mirrors()
+        self.collected = CollectedBytes()
+        """What the answers hold that are collected before they are sent."""
 
     def refuse_new(self) -> None:
         """Refuse new requests, and end mirrors. Requests that are already prepared still run."""

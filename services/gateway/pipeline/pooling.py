@@ -57,8 +57,12 @@ def normalizes(adapters: Sequence[RunningAdapter]) -> bool:
 
 def labels_of(adapter: RunningAdapter) -> tuple[str, ...]:
     """Names of the head's outputs; what transformers calls them where the adapter does not."""
-    fields = adapter.pooling
-    return fields.labels or tuple(f"LABEL_{index}" for index in range(fields.num_labels))
+    return tuple(label_of(adapter, index) for index in range(adapter.pooling.num_labels))
+
+
+def label_of(adapter: RunningAdapter, index: int) -> str:
+    """The name of one of the head's outputs."""
+    return adapter.pooling.labels[index] if adapter.pooling.labels else f"LABEL_{index}"
 
 
 def is_regression(adapter: RunningAdapter) -> bool:

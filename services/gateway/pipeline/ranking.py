@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Callable, Sequence
 
 from loraplex.api.pooling import Pooling
 from loraplex.api.request import Prompt, TextPrompt
 from loraplex.errors import InvalidRequest
+from loraplex_services.gateway.pipeline.collected_bytes import Note
 from loraplex_services.gateway.pipeline.embedding import Finish, Pooled, embed_all
 from loraplex_services.gateway.pipeline.generation import Generation
 from loraplex_services.gateway.pipeline.scoring import score_all
@@ -23,6 +25,7 @@ async def rank_all(
     target: Target,
     pairs: Sequence[Pair],
     calls: Calls,
+    note: Note,
     *,
     use_activation: bool,
 ) -> tuple[Pooled, list[float]]:
@@ -35,12 +38,12 @@ async def rank_all(
     """
     num_labels = max((adapter.pooling.num_labels for adapter in target.adapters), default=0)
     if not num_labels:
-        return await _cosines(generation, pairs, calls)
+        return await _cosines(generation, pairs, calls, note)
     if num_labels > 1:
         why = f"its head has {num_labels} labels, and a score needs one with a single label"
         raise InvalidRequest.field("model", target.adapters[0].label, f"{why}: use /classify")
     prompts = [TextPrompt(first, pair=second) for first, second in pairs]
-    pooled, scores = await score_all(generation, calls(prompts, Pooling.HEAD))
+    pooled, scores = await score_all(generation, calls(prompts, Pooling.HEAD), note)
     return pooled, [
         (score.probabilities[0] if score.probabilities and use_activation else score.logits[0])
         for score in scores
@@ -48,18 +51,20 @@ async def rank_all(
 
 
 async def _cosines(
-    generation: Generation, pairs: Sequence[Pair], calls: Calls
+    generation: Generation, pairs: Sequence[Pair], calls: Calls, note: Note
 ) -> tuple[Pooled, list[float]]:
     """Each text is embedded once."""
     index_of = {
         text: index for index, text in enumerate(dict.fromkeys(t for p in pairs for t in p))
     }
     prompts = [TextPrompt(text) for text in index_of]
-    embedded = await embed_all(generation, calls(prompts, Pooling.DEFAULT), Finish(normalize=True))
-    vectors = embedded.vectors
-    return embedded, [
-        cosine(vectors[index_of[first]], vectors[index_of[second]]) for first, second in pairs
-    ]
+    finish = Finish(normalize=True)
+    embedded = await embed_all(generation, calls(prompts, Pooling.DEFAULT), finish, note)
+    vectors, cosines = embedded.vectors, []
+    for first, second in pairs:
+        cosines.append(cosine(vectors[index_of[first]], vectors[index_of[second]]))
+        await asyncio.sleep(0)
+    return embedded, cosines
 
 
 def cosine(first: Sequence[float], second: Sequence[float]) -> float:

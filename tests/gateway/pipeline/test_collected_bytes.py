@@ -63,6 +63,19 @@ def test_without_keys_only_the_experts_of_one_answer_are_limited(
                 note(TextDelta(0, routed_experts=experts_of(6, 7)))
 
 
+@pytest.mark.parametrize("caller", [ACME, LOCAL], ids=["with a key", "without keys"])
+def test_numbers_of_vectors_count(monkeypatch: pytest.MonkeyPatch, caller: Caller) -> None:
+    vector = TextDelta(0, pooled=(0.5,) * 1000)
+    most = 2 * bytes_of(vector) + 100
+    monkeypatch.setattr(collected, "MAX_COLLECTED_BYTES_PER_TENANT", most)
+    monkeypatch.setattr(collected, "MAX_COLLECTED_BYTES", most)
+    with CollectedBytes().counted(caller) as note:
+        note(vector)
+        note(vector)
+        with pytest.raises(ResourceExhausted, match="inputs at a time"):
+            note(vector)
+
+
 def test_experts_count() -> None:
     experts = experts_of(0, 100)
     num_bytes = bytes_of(TextDelta(0, routed_experts=experts)) - bytes_of(TextDelta(0))

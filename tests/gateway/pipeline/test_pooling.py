@@ -149,7 +149,7 @@ def test_classify_prints_probabilities_or_logits_as_asked() -> None:
         assert entry == {
             "index": 0,
             "label": "LABEL_1",
-            "probs": list(want),
-            "logits": [1.0, 3.0, 2.0],
+            "probs": want,
+            "logits": (1.0, 3.0, 2.0),
             "num_classes": 3,
         }
