@@ -104,7 +104,7 @@ def _request(live: LiveRequest) -> dict[str, Any]:
         "num_choices": prepared.resolved.num_choices,
         "age_s": round(age_s, 3),
         "remaining_s": round(prepared.deadline_s - prepared.arrival_s - age_s, 3),
-        "num_prompt_tokens": prepared.usage.prompt_tokens or len(prepared.prompt_ids),
+        "num_prompt_tokens": len(prepared.prompt_ids),
         "num_output_tokens": prepared.usage.completion_tokens,
         "workers": sorted(live.steering.addresses),
     }

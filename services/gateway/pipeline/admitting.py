@@ -52,6 +52,8 @@ class Admitting:
     async def admitted(self, prepared: PreparedRequest) -> AsyncGenerator[Permit]:
         """Charge the tenant, count its sequences and wait for admission; undo all at the end.
 
+        Sets the prompt tokens of the request's usage, so that a refused request uses none.
+
         Raises: ResourceExhausted, DeadlineExceeded.
         """
         limits, usage = prepared.limits, prepared.usage
@@ -67,6 +69,7 @@ class Admitting:
                 self._controller.admit(request) as permit,
             ):
                 is_admitted = True
+                usage.prompt_tokens = len(prepared.prompt_ids)
                 prepared.span.child("queue", offered_s, now_s())
                 yield permit
         except LoraplexError as error:

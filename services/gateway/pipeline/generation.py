@@ -161,7 +161,7 @@ class Generation:
             limits=limits,
             pooling=pooling,
             grammar_tokens=_grammar_tokens(target, tokenizer.added),
-            usage=Usage(prompt_tokens=len(prompt_ids)),
+            usage=Usage(),
             labels={adapter.digest: adapter.label for adapter in target.adapters},
             span=span,
         )

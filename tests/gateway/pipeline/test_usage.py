@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+
+import openai
 import pytest
 
 from loraplex.api.registry import UsageEntry
 from loraplex.api.registry_wire import usage_entry_to_proto
 from loraplex.v1 import registry_pb2
 from loraplex_services.common.limits import DEFAULT, limits_of
+from loraplex_services.gateway.admission.queue import AdmissionLimits
 from loraplex_services.gateway.pipeline.label_limits import OTHER
 from loraplex_services.gateway.pipeline.usage import (
     EPHEMERAL,
@@ -19,6 +23,8 @@ from loraplex_services.gateway.pipeline.usage import (
 )
 from loraplex_services.gateway.registry.usage_reports import UsageReports
 from loraplex_services.gateway.request import RunningAdapter, Target
+from tests.gateway.conftest import Stack, eventually
+from tests.gateway.scripted_worker import endless
 
 
 @pytest.mark.hostile
@@ -83,6 +89,29 @@ async def test_every_ephemeral_adapter_that_was_used_is_reported_by_name() -> No
     (report,) = received
     assert sorted(report.ephemeral_adapters) == ["acme/once-0", "acme/once-1"]
     assert sorted(entry.model for entry in report.entries) == ["acme/sql", EPHEMERAL]
+
+
+async def test_a_request_refused_by_the_queue_uses_no_tokens(stack: Stack) -> None:
+    """Neither in the usage that a tenant may be billed for, nor of its tokens per second."""
+    stack.registry.tenants["default"] = registry_pb2.Tenant(tenant="default", tokens_per_s=1000.0)
+    stack.workers[0].script = endless
+    stack.workers[0].step_s = 0.02
+    stack.admission = AdmissionLimits(max_running=1, max_waiting=0)
+    await stack.start()
+    client = stack.openai()
+    running = asyncio.create_task(
+        client.completions.create(model="base", prompt="abc", max_tokens=50)
+    )
+    await eventually(lambda: stack.workers[0].num_live == 1)
+    for _ in range(3):
+        with pytest.raises(openai.RateLimitError):
+            await client.completions.create(model="base", prompt="a" * 400, max_tokens=1)
+    answer = await running
+    [counts] = stack.running._generation.usage.take().values()
+    assert (counts.requests, counts.errors) == (4, 3)
+    assert answer.usage is not None
+    assert counts.prompt_tokens == answer.usage.prompt_tokens
+    await client.completions.create(model="base", prompt="a" * 400, max_tokens=1)
 
 
 @pytest.mark.hostile
