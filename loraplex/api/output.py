@@ -6,6 +6,7 @@ import enum
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from typing import NamedTuple
 
 
@@ -33,6 +34,9 @@ class TokenLogprob:
     logprob: float
     top: tuple[Candidate, ...] = ()
     """The most likely ones, best first, or those that the request lists, in its order."""
+    rank: int = 0
+    """Of a token of the prompt: how many tokens are at least as likely, itself included. 0 = not
+    known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +53,8 @@ class PackedLogprobs:
     """Little-endian uint32: each position's own token, then its candidates, best first."""
     logprobs: bytes = b""
     """Little-endian float32, in the same order."""
+    ranks: bytes = b""
+    """Little-endian uint32 for each position; empty = not known."""
 
     def __len__(self) -> int:
         """Number of positions, without the first token of the prompt, which has no logprob."""
@@ -57,6 +63,7 @@ class PackedLogprobs:
     def followed_by(self, entries: Sequence[TokenLogprob]) -> PackedLogprobs:
         """These logprobs with those of further positions, which have as many candidates."""
         token_ids, logprobs = array("I"), array("f")
+        ranks = array("I", [entry.rank for entry in entries])
         for entry in entries:
             for token_id, logprob in ((entry.token_id, entry.logprob), *entry.top):
                 token_ids.append(token_id)
@@ -65,6 +72,7 @@ class PackedLogprobs:
             len(entries[0].top) if entries else self.num_top,
             self.token_ids + token_ids.tobytes(),
             self.logprobs + logprobs.tobytes(),
+            self.ranks + ranks.tobytes(),
         )
 
     def entries(self) -> tuple[TokenLogprob | None, ...]:
@@ -73,7 +81,11 @@ class PackedLogprobs:
         flat = list(map(Candidate, array("I", self.token_ids), array("f", self.logprobs)))
         step = 1 + self.num_top
         starts = range(0, len(flat), step)
-        return None, *(TokenLogprob(*flat[i], tuple(flat[i + 1 : i + step])) for i in starts)
+        ranks = array("I", self.ranks) or repeat(0)
+        return None, *(
+            TokenLogprob(*flat[i], tuple(flat[i + 1 : i + step]), rank)
+            for i, rank in zip(starts, ranks, strict=False)
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -185,6 +185,7 @@ def logprob_to_proto(logprob: TokenLogprob | None) -> common_pb2.TokenLogprob:
     return common_pb2.TokenLogprob(
         token=common_pb2.TokenCandidate(token_id=logprob.token_id, logprob=logprob.logprob),
         top=[common_pb2.TokenCandidate(token_id=i, logprob=value) for i, value in logprob.top],
+        rank=logprob.rank,
     )
 
 
@@ -203,13 +204,16 @@ def prompt_logprobs_from_proto(
 def packed_logprobs_to_proto(packed: PackedLogprobs) -> worker_pb2.PackedLogprobs:
     """The logprobs of a prompt, from a worker to a gateway."""
     return worker_pb2.PackedLogprobs(
-        num_top=packed.num_top, token_ids=packed.token_ids, logprobs=packed.logprobs
+        num_top=packed.num_top,
+        token_ids=packed.token_ids,
+        logprobs=packed.logprobs,
+        ranks=packed.ranks,
     )
 
 
 def packed_logprobs_from_proto(message: worker_pb2.PackedLogprobs) -> PackedLogprobs:
     """The inverse."""
-    return PackedLogprobs(message.num_top, message.token_ids, message.logprobs)
+    return PackedLogprobs(message.num_top, message.token_ids, message.logprobs, message.ranks)
 
 
 def routed_experts_to_proto(routed: RoutedExperts) -> common_pb2.RoutedExperts:
@@ -233,6 +237,7 @@ def _logprob(message: common_pb2.TokenLogprob) -> TokenLogprob:
         message.token.token_id,
         message.token.logprob,
         tuple(Candidate(top.token_id, top.logprob) for top in message.top),
+        message.rank,
     )
 
 

@@ -24,19 +24,19 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18loraplex/v1/common.proto\x12\x0bloraplex.v1\"w\n\x07Grammar\x12\x15\n\x0bjson_schema\x18\x01 \x01(\tH\x00\x12\x0f\n\x05regex\x18\x02 \x01(\tH\x00\x12\x0e\n\x04\x65\x62nf\x18\x03 \x01(\tH\x00\x12,\n\x06\x63hoice\x18\x04 \x01(\x0b\x32\x1a.loraplex.v1.GrammarChoiceH\x00\x42\x06\n\x04\x66orm\" \n\rGrammarChoice\x12\x0f\n\x07options\x18\x01 \x03(\t\"3\n\x0eTokenCandidate\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"d\n\x0cTokenLogprob\x12*\n\x05token\x18\x01 \x01(\x0b\x32\x1b.loraplex.v1.TokenCandidate\x12(\n\x03top\x18\x02 \x03(\x0b\x32\x1b.loraplex.v1.TokenCandidate\"m\n\rRoutedExperts\x12\r\n\x05start\x18\x01 \x01(\r\x12\x12\n\nnum_layers\x18\x02 \x01(\r\x12\x12\n\nnum_active\x18\x03 \x01(\r\x12\x14\n\x0c\x65xpert_bytes\x18\x04 \x01(\r\x12\x0f\n\x07\x65xperts\x18\x05 \x01(\x0c\"j\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\x12\x18\n\x10reasoning_tokens\x18\x04 \x01(\r\"=\n\x07Timings\x12\x0f\n\x07queue_s\x18\x01 \x01(\x01\x12\x0e\n\x06load_s\x18\x02 \x01(\x01\x12\x11\n\tprefill_s\x18\x03 \x01(\x01\"C\n\x0e\x46ieldViolation\x12\r\n\x05\x66ield\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x03 \x01(\t\"\x84\x01\n\x0b\x45rrorDetail\x12\x0c\n\x04\x63ode\x18\x01 \x01(\x05\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x0f\n\x07message\x18\x03 \x01(\t\x12/\n\nviolations\x18\x04 \x03(\x0b\x32\x1b.loraplex.v1.FieldViolation\x12\x15\n\rretry_after_s\x18\x05 \x01(\x01\"\xd5\x01\n\rModelGeometry\x12\x12\n\nmodel_type\x18\x01 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\t\x12\x12\n\nnum_layers\x18\x03 \x01(\r\x12\x12\n\nvocab_size\x18\x04 \x01(\r\x12\x17\n\x0ftied_embeddings\x18\x05 \x01(\x08\x12,\n\x07modules\x18\x06 \x03(\x0b\x32\x1b.loraplex.v1.ModuleGeometry\x12\x16\n\x0eweights_sha256\x18\x07 \x01(\t\x12\x14\n\x0crotary_pairs\x18\x08 \x01(\r\"\x94\x01\n\x0eModuleGeometry\x12\x0c\n\x04name\x18\x01 \x01(\t\x12%\n\x04kind\x18\x02 \x01(\x0e\x32\x17.loraplex.v1.ModuleKind\x12\x13\n\x0bin_features\x18\x03 \x01(\r\x12\x14\n\x0cout_features\x18\x04 \x01(\r\x12\x10\n\x08has_bias\x18\x05 \x01(\x08\x12\x10\n\x08is_fixed\x18\x06 \x01(\x08*\x95\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x1b\n\x17\x46INISH_REASON_CANCELLED\x10\x03\x12\x17\n\x13\x46INISH_REASON_ABORT\x10\x04*X\n\x07Pooling\x12\x17\n\x13POOLING_UNSPECIFIED\x10\x00\x12\x10\n\x0cPOOLING_LAST\x10\x01\x12\x10\n\x0cPOOLING_MEAN\x10\x02\x12\x10\n\x0cPOOLING_HEAD\x10\x03*\x8b\x01\n\nModuleKind\x12\x1b\n\x17MODULE_KIND_UNSPECIFIED\x10\x00\x12\x16\n\x12MODULE_KIND_LINEAR\x10\x01\x12\x19\n\x15MODULE_KIND_EMBEDDING\x10\x02\x12\x17\n\x13MODULE_KIND_LM_HEAD\x10\x03\x12\x14\n\x10MODULE_KIND_NORM\x10\x04\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18loraplex/v1/common.proto\x12\x0bloraplex.v1\"w\n\x07Grammar\x12\x15\n\x0bjson_schema\x18\x01 \x01(\tH\x00\x12\x0f\n\x05regex\x18\x02 \x01(\tH\x00\x12\x0e\n\x04\x65\x62nf\x18\x03 \x01(\tH\x00\x12,\n\x06\x63hoice\x18\x04 \x01(\x0b\x32\x1a.loraplex.v1.GrammarChoiceH\x00\x42\x06\n\x04\x66orm\" \n\rGrammarChoice\x12\x0f\n\x07options\x18\x01 \x03(\t\"3\n\x0eTokenCandidate\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"r\n\x0cTokenLogprob\x12*\n\x05token\x18\x01 \x01(\x0b\x32\x1b.loraplex.v1.TokenCandidate\x12(\n\x03top\x18\x02 \x03(\x0b\x32\x1b.loraplex.v1.TokenCandidate\x12\x0c\n\x04rank\x18\x03 \x01(\r\"m\n\rRoutedExperts\x12\r\n\x05start\x18\x01 \x01(\r\x12\x12\n\nnum_layers\x18\x02 \x01(\r\x12\x12\n\nnum_active\x18\x03 \x01(\r\x12\x14\n\x0c\x65xpert_bytes\x18\x04 \x01(\r\x12\x0f\n\x07\x65xperts\x18\x05 \x01(\x0c\"j\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\x12\x18\n\x10reasoning_tokens\x18\x04 \x01(\r\"=\n\x07Timings\x12\x0f\n\x07queue_s\x18\x01 \x01(\x01\x12\x0e\n\x06load_s\x18\x02 \x01(\x01\x12\x11\n\tprefill_s\x18\x03 \x01(\x01\"C\n\x0e\x46ieldViolation\x12\r\n\x05\x66ield\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x03 \x01(\t\"\x84\x01\n\x0b\x45rrorDetail\x12\x0c\n\x04\x63ode\x18\x01 \x01(\x05\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x0f\n\x07message\x18\x03 \x01(\t\x12/\n\nviolations\x18\x04 \x03(\x0b\x32\x1b.loraplex.v1.FieldViolation\x12\x15\n\rretry_after_s\x18\x05 \x01(\x01\"\xd5\x01\n\rModelGeometry\x12\x12\n\nmodel_type\x18\x01 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\t\x12\x12\n\nnum_layers\x18\x03 \x01(\r\x12\x12\n\nvocab_size\x18\x04 \x01(\r\x12\x17\n\x0ftied_embeddings\x18\x05 \x01(\x08\x12,\n\x07modules\x18\x06 \x03(\x0b\x32\x1b.loraplex.v1.ModuleGeometry\x12\x16\n\x0eweights_sha256\x18\x07 \x01(\t\x12\x14\n\x0crotary_pairs\x18\x08 \x01(\r\"\x94\x01\n\x0eModuleGeometry\x12\x0c\n\x04name\x18\x01 \x01(\t\x12%\n\x04kind\x18\x02 \x01(\x0e\x32\x17.loraplex.v1.ModuleKind\x12\x13\n\x0bin_features\x18\x03 \x01(\r\x12\x14\n\x0cout_features\x18\x04 \x01(\r\x12\x10\n\x08has_bias\x18\x05 \x01(\x08\x12\x10\n\x08is_fixed\x18\x06 \x01(\x08*\x95\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x1b\n\x17\x46INISH_REASON_CANCELLED\x10\x03\x12\x17\n\x13\x46INISH_REASON_ABORT\x10\x04*X\n\x07Pooling\x12\x17\n\x13POOLING_UNSPECIFIED\x10\x00\x12\x10\n\x0cPOOLING_LAST\x10\x01\x12\x10\n\x0cPOOLING_MEAN\x10\x02\x12\x10\n\x0cPOOLING_HEAD\x10\x03*\x8b\x01\n\nModuleKind\x12\x1b\n\x17MODULE_KIND_UNSPECIFIED\x10\x00\x12\x16\n\x12MODULE_KIND_LINEAR\x10\x01\x12\x19\n\x15MODULE_KIND_EMBEDDING\x10\x02\x12\x17\n\x13MODULE_KIND_LM_HEAD\x10\x03\x12\x14\n\x10MODULE_KIND_NORM\x10\x04\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'loraplex.v1.common_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_FINISHREASON']._serialized_start=1205
-  _globals['_FINISHREASON']._serialized_end=1354
-  _globals['_POOLING']._serialized_start=1356
-  _globals['_POOLING']._serialized_end=1444
-  _globals['_MODULEKIND']._serialized_start=1447
-  _globals['_MODULEKIND']._serialized_end=1586
+  _globals['_FINISHREASON']._serialized_start=1219
+  _globals['_FINISHREASON']._serialized_end=1368
+  _globals['_POOLING']._serialized_start=1370
+  _globals['_POOLING']._serialized_end=1458
+  _globals['_MODULEKIND']._serialized_start=1461
+  _globals['_MODULEKIND']._serialized_end=1600
   _globals['_GRAMMAR']._serialized_start=41
   _globals['_GRAMMAR']._serialized_end=160
   _globals['_GRAMMARCHOICE']._serialized_start=162
@@ -44,19 +44,19 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TOKENCANDIDATE']._serialized_start=196
   _globals['_TOKENCANDIDATE']._serialized_end=247
   _globals['_TOKENLOGPROB']._serialized_start=249
-  _globals['_TOKENLOGPROB']._serialized_end=349
-  _globals['_ROUTEDEXPERTS']._serialized_start=351
-  _globals['_ROUTEDEXPERTS']._serialized_end=460
-  _globals['_USAGE']._serialized_start=462
-  _globals['_USAGE']._serialized_end=568
-  _globals['_TIMINGS']._serialized_start=570
-  _globals['_TIMINGS']._serialized_end=631
-  _globals['_FIELDVIOLATION']._serialized_start=633
-  _globals['_FIELDVIOLATION']._serialized_end=700
-  _globals['_ERRORDETAIL']._serialized_start=703
-  _globals['_ERRORDETAIL']._serialized_end=835
-  _globals['_MODELGEOMETRY']._serialized_start=838
-  _globals['_MODELGEOMETRY']._serialized_end=1051
-  _globals['_MODULEGEOMETRY']._serialized_start=1054
-  _globals['_MODULEGEOMETRY']._serialized_end=1202
+  _globals['_TOKENLOGPROB']._serialized_end=363
+  _globals['_ROUTEDEXPERTS']._serialized_start=365
+  _globals['_ROUTEDEXPERTS']._serialized_end=474
+  _globals['_USAGE']._serialized_start=476
+  _globals['_USAGE']._serialized_end=582
+  _globals['_TIMINGS']._serialized_start=584
+  _globals['_TIMINGS']._serialized_end=645
+  _globals['_FIELDVIOLATION']._serialized_start=647
+  _globals['_FIELDVIOLATION']._serialized_end=714
+  _globals['_ERRORDETAIL']._serialized_start=717
+  _globals['_ERRORDETAIL']._serialized_end=849
+  _globals['_MODELGEOMETRY']._serialized_start=852
+  _globals['_MODELGEOMETRY']._serialized_end=1065
+  _globals['_MODULEGEOMETRY']._serialized_start=1068
+  _globals['_MODULEGEOMETRY']._serialized_end=1216
 # @@protoc_insertion_point(module_scope)

@@ -71,12 +71,14 @@ class TokenCandidate(_message.Message):
     def __init__(self, token_id: _Optional[int] = ..., logprob: _Optional[float] = ...) -> None: ...
 
 class TokenLogprob(_message.Message):
-    __slots__ = ("token", "top")
+    __slots__ = ("token", "top", "rank")
     TOKEN_FIELD_NUMBER: _ClassVar[int]
     TOP_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
     token: TokenCandidate
     top: _containers.RepeatedCompositeFieldContainer[TokenCandidate]
-    def __init__(self, token: _Optional[_Union[TokenCandidate, _Mapping]] = ..., top: _Optional[_Iterable[_Union[TokenCandidate, _Mapping]]] = ...) -> None: ...
+    rank: int
+    def __init__(self, token: _Optional[_Union[TokenCandidate, _Mapping]] = ..., top: _Optional[_Iterable[_Union[TokenCandidate, _Mapping]]] = ..., rank: _Optional[int] = ...) -> None: ...
 
 class RoutedExperts(_message.Message):
     __slots__ = ("start", "num_layers", "num_active", "expert_bytes", "experts")

@@ -227,14 +227,16 @@ class TokenEvent(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., output_position: _Optional[int] = ..., logprobs: _Optional[_Iterable[_Union[_common_pb2.TokenLogprob, _Mapping]]] = ..., finish_reason: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., stop_token_id: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., timings: _Optional[_Union[_common_pb2.Timings, _Mapping]] = ..., pooled: _Optional[_Iterable[float]] = ..., prompt_logprobs: _Optional[_Union[PackedLogprobs, _Mapping]] = ..., routed_experts: _Optional[_Union[_common_pb2.RoutedExperts, _Mapping]] = ...) -> None: ...
 
 class PackedLogprobs(_message.Message):
-    __slots__ = ("num_top", "token_ids", "logprobs")
+    __slots__ = ("num_top", "token_ids", "logprobs", "ranks")
     NUM_TOP_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    RANKS_FIELD_NUMBER: _ClassVar[int]
     num_top: int
     token_ids: bytes
     logprobs: bytes
-    def __init__(self, num_top: _Optional[int] = ..., token_ids: _Optional[bytes] = ..., logprobs: _Optional[bytes] = ...) -> None: ...
+    ranks: bytes
+    def __init__(self, num_top: _Optional[int] = ..., token_ids: _Optional[bytes] = ..., logprobs: _Optional[bytes] = ..., ranks: _Optional[bytes] = ...) -> None: ...
 
 class RequestFailure(_message.Message):
     __slots__ = ("request_id", "error")

@@ -53,7 +53,7 @@ PARAMS = st.builds(
     prompt_logprobs=st.none() | UINT32,
 )
 CANDIDATES = st.lists(st.builds(Candidate, UINT32, FLOAT), max_size=4).map(tuple)
-LOGPROBS = st.builds(TokenLogprob, UINT32, FLOAT, CANDIDATES)
+LOGPROBS = st.builds(TokenLogprob, UINT32, FLOAT, CANDIDATES, UINT32)
 
 
 def names_of(message_type: type) -> set[str]:
@@ -148,10 +148,13 @@ def test_logprobs_cross_with_a_prompt_that_begins_without_one(entries: list[Toke
 
 @given(st.lists(st.lists(st.builds(Candidate, UINT32, FLOAT), min_size=3, max_size=3), max_size=5))
 def test_packed_logprobs_cross_however_a_prompt_was_cut(rows: list[list[Candidate]]) -> None:
-    entries = [TokenLogprob(*own, tuple(top)) for own, *top in rows]
+    entries = [TokenLogprob(*own, tuple(top), rank) for rank, (own, *top) in enumerate(rows)]
     packed = PackedLogprobs().followed_by(entries[:2]).followed_by(entries[2:])
     packed = wire.packed_logprobs_from_proto(wire.packed_logprobs_to_proto(packed))
     assert packed.entries() == (None, *entries) and len(packed) == len(entries)
+    assert [
+        entry.rank for entry in dataclasses.replace(packed, ranks=b"").entries()[1:] if entry
+    ] == ([0] * len(entries)), "of an older worker"
 
 
 def test_minus_infinity_is_a_logprob() -> None:

@@ -307,7 +307,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
 
 def _logprob(token_id: int, num_top: int) -> common_pb2.TokenLogprob:
     """The token itself is the likeliest, its neighbours follow."""
-    entry = common_pb2.TokenLogprob()
+    entry = common_pb2.TokenLogprob(rank=1)
     entry.token.token_id, entry.token.logprob = token_id, -0.5
     for rank in range(num_top):
         entry.top.add(token_id=(token_id + rank) % VOCAB_SIZE, logprob=-0.5 - rank)

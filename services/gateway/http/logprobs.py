@@ -126,8 +126,7 @@ def prompt_logprob_maps(
 ) -> PromptLogprobs | None:
     """vLLM's `prompt_logprobs`: per prompt token an object by token id, the token itself first.
 
-    The first position has none. The rank of a token outside the most likely ones is null. Returns
-    None unless the caller asked for them.
+    The first position has none. Returns None unless the caller asked for them.
     """
     if prepared.call.sampling.prompt_logprobs is None:
         return None
@@ -158,7 +157,9 @@ def joined(first: CompletionLogprobs, second: CompletionLogprobs) -> CompletionL
 
 
 def _by_id(tokens: TokenBytes, entry: TokenLogprob) -> dict[str, PromptLogprob]:
-    ranks = {token_id: rank for rank, (token_id, _) in enumerate(entry.top, start=1)}
+    # Older workers do not say the rank of the token itself.
+    ranks = {entry.token_id: entry.rank} if entry.rank else {}
+    ranks |= {token_id: rank for rank, (token_id, _) in enumerate(entry.top, start=1)}
     return {
         str(token_id): {
             "logprob": finite(logprob),

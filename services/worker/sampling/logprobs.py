@@ -30,14 +30,17 @@ class LogprobRows:
     """Number of top tokens that each row requests."""
     listed: ListedTokens | None = None
     """Tokens that rows request in place of the top ones."""
+    ranks: Tensor | None = None
+    """float32 `[N]`: see `TokenLogprob`; None = not known."""
 
     def read(self) -> list[TokenLogprob]:
         """Plain values."""
         columns = (self.token_ids, self.values, self.top_ids, self.top_values)
-        rows = zip(*(column.tolist() for column in columns), self.tops, strict=True)
+        ranks = [0] * len(self.tops) if self.ranks is None else self.ranks.int().tolist()
+        rows = zip(*(column.tolist() for column in columns), self.tops, ranks, strict=True)
         entries = [
-            TokenLogprob(token_id, value, tuple(map(Candidate, top_ids[:num], top_values[:num])))
-            for token_id, value, top_ids, top_values, num in rows
+            TokenLogprob(token_id, value, tuple(map(Candidate, top_ids[:n], top_values[:n])), rank)
+            for token_id, value, top_ids, top_values, n, rank in rows
         ]
         return entries if self.listed is None else self.listed.put_into(entries)
 
@@ -94,6 +97,19 @@ def _most_likely(logprobs: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
     lowest = (-numbers).masked_fill(differs, MINUS_INF).topk(num_tokens, dim=-1).values
     index = torch.arange(num_tokens, device=ids.device) - (values > least).sum(-1, keepdim=True)
     return values, torch.where(index < 0, ids, lowest.gather(1, index.clamp(min=0)).neg().long())
+
+
+def ranks_of(logprobs: Tensor, token_ids: Tensor) -> Tensor:
+    """How many tokens are at least as likely as each row's token; float32 `[N]`, on the host once
+    the step is done. Works in place, because comparing into booleans and counting these takes
+    longer.
+
+    Args:
+        logprobs: float32 `[N, V]`. Mutated.
+        token_ids: int64 `[N]`, on either side.
+    """
+    own = logprobs.gather(-1, to_device(token_ids, logprobs.device)[:, None])
+    return to_host(logprobs.ge_(own).sum(-1, dtype=torch.float32))
 
 
 def logprob_rows(logprobs: Tensor, token_ids: Tensor, tops: Sequence[int]) -> LogprobRows:

@@ -34,6 +34,7 @@ from loraplex_services.worker.sampling.logprobs import (
     logprob_rows,
     logprobs_of,
     padded_ids,
+    ranks_of,
 )
 from loraplex_services.worker.sampling.masks import MINUS_INF, limits_of
 from loraplex_services.worker.sampling.next_token import NextToken
@@ -221,5 +222,6 @@ def score_tokens(
         end = begin + MAX_LOGIT_ROWS
         ids = torch.tensor(next_ids[begin:end])
         logprobs = logits_of(token_rows[begin:end]).log_softmax(dim=-1)
-        out.append(logprob_rows(logprobs, ids, [num_top] * len(ids)))
+        rows = logprob_rows(logprobs, ids, [num_top] * len(ids))
+        out.append(replace(rows, ranks=ranks_of(logprobs, ids)))
     return out

@@ -118,6 +118,7 @@ async def test_prompt_logprobs_belong_to_a_choice_and_in_chat_to_the_response(
     entries = answer.json()["prompt_logprobs"]
     assert entries[0] is None
     assert all(len(entry) == 1 for entry in entries[1:])
+    assert {each["rank"] for entry in entries[1:] for each in entry.values()} == {1}
     answer = await _post(stack, "/v1/chat/completions", chat)
     assert answer.json()["prompt_logprobs"] is None
 

@@ -291,6 +291,15 @@ def test_known_tokens_are_scored_in_order():
         assert score.top[0][0] == int(expected[row].argmax())
 
 
+def test_a_known_token_has_its_rank_among_all_tokens():
+    logits = random_logits(3).round()  # many are equally likely
+    logits[2] = 0
+    for known in ([0, 1, 2], [9, 8, 7], logits.argmax(-1).tolist()):
+        (scored,) = score_tokens(torch.arange(3), known, 1, lambda rows: logits[rows].clone())
+        own = logits.gather(1, torch.tensor(known)[:, None])
+        assert [entry.rank for entry in scored.read()] == (logits >= own).sum(-1).tolist()
+
+
 def test_equally_likely_tokens_are_listed_by_id():
     scores = torch.tensor([[0, 2, 1, 2, 2, 0, 1], [0, 0, 0, 0, 0, 0, 3], [1, 1, 1, 1, 1, 1, 1]])
     rows = logprob_rows(scores.float(), torch.tensor([0, 0, 0]), [2, 4, 3])
