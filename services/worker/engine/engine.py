@@ -48,7 +48,7 @@ from loraplex_services.worker.types.messages import (
 )
 from loraplex_services.worker.types.request import Request
 from loraplex_services.worker.types.runner_protocol import LaunchedStep, ModelInfo, Runner
-from loraplex_services.worker.types.step_plan import PlannedRow, StepPlan
+from loraplex_services.worker.types.step_plan import StepPlan
 
 logger = logging.getLogger(__name__)
 
@@ -222,8 +222,10 @@ class Engine:
         )
 
     def _launch(self, plan: StepPlan, now: float) -> None:
-        if entered := [r.request.request_id for r in plan.rows if _enters(r, now)]:
-            self.announce(entered)
+        if entered := [row.request for row in plan.rows if not row.request.has_entered]:
+            for request in entered:
+                request.has_entered = True
+            self.announce([request.request_id for request in entered])
         self._in_flight.append(InFlight(plan, self._runner.launch(plan), now))
         self.scheduler.on_step_launched(plan)
 
@@ -363,8 +365,3 @@ def _base_key(info: ModelInfo, layout: KvLayout) -> str:
     is given with the request."""
     parts = (info.geometry.fingerprint, info.numerics_fingerprint, info.dtype)
     return repr((*parts, layout.tokens_per_block, layout.windows, "rope of the base"))
-
-
-def _enters(row: PlannedRow, now: float) -> bool:
-    """True in the first step of a request."""
-    return row.request.first_scheduled_s == now

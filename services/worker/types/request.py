@@ -118,6 +118,8 @@ class Request:
     num_cached: int = 0
     """Number of tokens that it did not have to compute when it first started."""
     first_scheduled_s: float | None = None
+    has_entered: bool = False
+    """Whether a step that computes it was launched, or is about to be."""
     adapters_ready_s: float | None = None
     """When all its adapters were on the device for the first time, on the engine's clock."""
     first_token_s: float | None = None
