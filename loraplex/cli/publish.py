@@ -217,7 +217,7 @@ async def _dry_run(
     show({"name": publication.name, **asdict(checked)}, text, as_json=args.json)
 
 
-async def _validate(args: argparse.Namespace) -> None:
+def _validate(args: argparse.Namespace) -> None:
     from loraplex.adapter_format import (
         core_manifest,
         digest_of,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import os
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -131,15 +131,15 @@ def _weighted(text: str) -> tuple[Path, float]:
     return Path(folder), number(weight, math.isfinite, "DIR=WEIGHT with a finite number")
 
 
-def _needing_numpy(run: Callable[[argparse.Namespace], Awaitable[None]]) -> Run:
-    async def checked(args: argparse.Namespace) -> None:
+def _needing_numpy(run: Callable[[argparse.Namespace], None]) -> Run:
+    def checked(args: argparse.Namespace) -> None:
         require_numpy()
-        await run(args)
+        run(args)
 
     return checked
 
 
-async def _merge(args: argparse.Namespace) -> None:
+def _merge(args: argparse.Namespace) -> None:
     if args.into_base:
         _merge_into_base(args)
         return
@@ -166,7 +166,7 @@ def _merge_into_base(args: argparse.Namespace) -> None:
     show({"name": args.out.resolve().name, **asdict(merged)}, text, as_json=args.json)
 
 
-async def _convert(args: argparse.Namespace) -> None:
+def _convert(args: argparse.Namespace) -> None:
     if not args.dir.is_dir():
         raise InvalidRequest.field(
             "DIR", str(args.dir), "is not a folder; give an adapter's folder"

@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 
 from tests.certificates import Authority
-from tests.cli.conftest import REPO, Command, environment
+from tests.cli.conftest import DEMO, REPO, Command, environment
+
+UPPER = DEMO / "adapters" / "upper"
 
 
 @pytest.mark.parametrize(
@@ -116,7 +118,26 @@ sys.exit(loraplex.cli.{command}.main())
 @pytest.mark.parametrize("command", ["registry", "loraplex"])
 def test_an_interrupt_while_a_command_begins_prints_nothing(command: str, imported: str) -> None:
     words = ["list"] if command == "registry" else ["status"]
-    code = INTERRUPT.format(command=command, imported=imported)
+    _check_interrupted(INTERRUPT.format(command=command, imported=imported), *words)
+
+
+@pytest.mark.parametrize(
+    ("imported", "words"),
+    [
+        ("loraplex.rewriting.merging", ["merge", str(UPPER), "--out", "{tmp}/out"]),
+        ("loraplex.rewriting.trtllm", ["convert", str(UPPER), "{tmp}/out", "--to", "trtllm"]),
+        ("loraplex.adapter_format.tensor_scan", ["validate", str(UPPER)]),
+    ],
+)
+def test_an_interrupt_stops_a_command_that_computes(
+    tmp_path: Path, imported: str, words: list[str]
+) -> None:
+    code = INTERRUPT.format(command="registry", imported=imported)
+    _check_interrupted(code, *(word.replace("{tmp}", str(tmp_path)) for word in words))
+    assert list(tmp_path.iterdir()) == []
+
+
+def _check_interrupted(code: str, *words: str) -> None:
     done = subprocess.run(
         [sys.executable, "-c", code, *words],
         capture_output=True,
