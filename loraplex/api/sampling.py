@@ -23,7 +23,7 @@ class Grammar:
     """A JSON Schema. An object is kept as its text."""
     regex: str | None = None
     ebnf: str | None = None
-    """A grammar in Lark's notation."""
+    """A grammar in Lark's notation, or in GBNF with a rule `root`."""
     choice: Sequence[str] | None = None
     """The only outputs allowed. They are kept as a tuple."""
 

@@ -106,7 +106,9 @@ def _add_grammar(parser: argparse.ArgumentParser) -> None:
         "--regex", metavar="REGEX", help="regular expression that the whole output matches"
     )
     forms.add_argument(
-        "--ebnf", metavar="GRAMMAR", help="grammar in Lark's notation; @FILE reads it from a file"
+        "--ebnf",
+        metavar="GRAMMAR",
+        help="grammar in Lark's notation or GBNF; @FILE reads it from a file",
     )
     forms.add_argument(
         "--choice", action="append", metavar="TEXT", help="a possible output; may be repeated"

@@ -75,6 +75,10 @@ def test_a_stream_of_constrained_text_is_the_whole_text(client: openai.OpenAI) -
     [
         ({"guided_choice": ["positive", "negative", "no opinion"]}, "positive|negative|no opinion"),
         ({"guided_grammar": 'start: ("ab" | "cd")+ "!"'}, "(ab|cd)+!"),
+        (
+            {"structured_outputs": {"grammar": 'root ::= pair+ "!"\npair ::= "ab" | "cd"'}},
+            "(ab|cd)+!",
+        ),
         ({"structured_outputs": {"regex": "x{2,3}y"}}, "x{2,3}y"),
         ({"structured_outputs": {"choice": ["é", "日本"]}}, "é|日本"),
         ({"guided_json": {"enum": ["left", "right"]}}, '"(left|right)"'),

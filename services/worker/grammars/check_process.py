@@ -24,6 +24,7 @@ from loraplex_services.common.processes.job_process import limit_memory, read_se
 from loraplex_services.worker.grammars.compiling import (
     bad_grammar,
     compile_grammar,
+    in_lark,
     read_vocabulary,
 )
 from loraplex_services.worker.types.messages import WireError
@@ -39,8 +40,17 @@ class GrammarSetup(msgspec.Struct, frozen=True):
     eos_ids: list[int]
 
 
+class GrammarVerdict(msgspec.Struct, frozen=True):
+    """What the check of a grammar found."""
+
+    fault: WireError | None = None
+    """Why it is refused; None = it is good."""
+    lark: str | None = None
+    """A good grammar in the notation that the engine reads, if it came in another one."""
+
+
 def main() -> None:
-    """Answer every grammar until stdin closes: null for a good one, else why it is refused."""
+    """Answer every grammar with a `GrammarVerdict` until stdin closes."""
     limit_memory(GRAMMARS.memory_bytes)
     setup = msgspec.json.decode(read_setup(), type=GrammarSetup)
     vocabulary: LLTokenizer | LoraplexError
@@ -54,10 +64,21 @@ def main() -> None:
 
     def answer(job: bytes) -> bytes:
         grammar = msgspec.json.decode(job, type=Grammar)
-        fault = thread.submit(_fault, grammar, vocabulary).result()
-        return msgspec.json.encode(None if fault is None else WireError.of(fault))
+        verdict = thread.submit(_verdict, grammar, vocabulary).result()
+        return msgspec.json.encode(verdict)
 
     serve(answer, GRAMMARS.cpu_s)
+
+
+def _verdict(grammar: Grammar, vocabulary: LLTokenizer | LoraplexError) -> GrammarVerdict:
+    try:
+        readable = in_lark(grammar)
+    except LoraplexError as error:
+        return GrammarVerdict(WireError.of(error))
+    fault = _fault(readable, vocabulary)
+    if fault is not None:
+        return GrammarVerdict(WireError.of(fault))
+    return GrammarVerdict(lark=None if readable is grammar else readable.ebnf)
 
 
 def _fault(grammar: Grammar, vocabulary: LLTokenizer | LoraplexError) -> LoraplexError | None:

@@ -11,9 +11,8 @@ from loraplex.api.sampling import Grammar
 from loraplex.errors import LoraplexError
 from loraplex_services.common.limits import GRAMMARS, PoolLimits
 from loraplex_services.common.processes.process_pool import JobFailed, ProcessPool
-from loraplex_services.worker.grammars.check_process import GrammarSetup
+from loraplex_services.worker.grammars.check_process import GrammarSetup, GrammarVerdict
 from loraplex_services.worker.grammars.compiling import bad_grammar, check_size
-from loraplex_services.worker.types.messages import WireError
 
 _MODULE = "loraplex_services.worker.grammars.check_process"
 
@@ -29,8 +28,9 @@ class GrammarChecker:
 
     async def check(
         self, grammar: Grammar, vocab_size: int, eos_ids: Sequence[int], tenant: str = ""
-    ) -> None:
-        """Return when the grammar is good for a model, which is always the same one.
+    ) -> Grammar:
+        """The grammar in the notation that the engine reads, if it is good for a model, which is
+        always the same one.
 
         Cancel it when no caller waits for the answer any more, which frees the process immediately.
 
@@ -50,9 +50,10 @@ class GrammarChecker:
             answer = await self._pool.ask(tenant, msgspec.json.encode(grammar), grammar)
         except JobFailed as failed:
             raise _refusal(grammar, failed) from None
-        verdict = msgspec.json.decode(answer, type=WireError | None)
-        if verdict is not None:
-            raise verdict.to_error()
+        verdict = msgspec.json.decode(answer, type=GrammarVerdict)
+        if verdict.fault is not None:
+            raise verdict.fault.to_error()
+        return grammar if verdict.lark is None else Grammar(ebnf=verdict.lark)
 
     async def close(self) -> None:
         """End the processes and wait until they are gone."""

@@ -8,11 +8,13 @@ unknown grammar in another process (see `check_process`).
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from loraplex.api.sampling import Grammar
 from loraplex.errors import InvalidRequest, Unsupported
@@ -26,6 +28,9 @@ MAX_REASON_CHARS = 240
 WHITESPACE = r"[ \t\n\r]{0,16}"
 """White space between the tokens of JSON. It is bounded, so that no model fills its context with
 blanks."""
+
+_GBNF_RULE = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
+"""The beginning of a rule in GBNF, which no grammar in Lark's notation has."""
 
 LIMITS = LLParserLimits(
     max_items_in_row=2000,
@@ -67,6 +72,22 @@ def compile_grammar(grammar: Grammar, vocabulary: LLTokenizer) -> LLMatcher:
     if not any(mask):
         raise bad_grammar(grammar, "no output satisfies it")
     return matcher
+
+
+def in_lark(grammar: Grammar) -> Grammar:
+    """The grammar in Lark's notation, if it is in GBNF; otherwise the grammar itself.
+
+    Its processor time grows with the square of the number of rules, so only the process that checks
+    grammars calls this. Raises InvalidRequest naming the grammar.
+    """
+    if grammar.ebnf is None or _GBNF_RULE.search(grammar.ebnf) is None:
+        return grammar
+    try:
+        return Grammar(ebnf=gbnf_to_lark(grammar.ebnf))
+    except RecursionError:
+        raise bad_grammar(grammar, "it nests too deeply: simplify it") from None
+    except Exception as error:  # the library's parser raises whatever happens to it
+        raise bad_grammar(grammar, f"it is not valid GBNF: {error}") from None
 
 
 def check_size(grammar: Grammar) -> None:

@@ -299,9 +299,11 @@ class ApiServer:
         try:
             info = self._running().info
             tenant = submit.request.tenant
-            await self._grammars.check(grammar, info.vocab_size, info.eos_token_ids, tenant)
+            eos_ids = info.eos_token_ids
+            checked = await self._grammars.check(grammar, info.vocab_size, eos_ids, tenant)
             if self._live.get(key) is request:
-                self._pass_on(key, submit)
+                asked = replace(submit.request, grammar=checked)
+                self._pass_on(key, Submit(request=asked, came_s=submit.came_s))
         except LoraplexError as error:
             fault = error
         if fault is not None and self._live.get(key) is request:

@@ -17,7 +17,12 @@ from loraplex_services.common.limits import GRAMMARS
 from loraplex_services.common.processes import process_pool
 from loraplex_services.common.processes.process_pool import JobFailed
 from loraplex_services.worker.grammars.checker import GrammarChecker
-from loraplex_services.worker.grammars.compiling import MAX_GRAMMAR_BYTES, MAX_OPTIONS
+from loraplex_services.worker.grammars.compiling import (
+    MAX_GRAMMAR_BYTES,
+    MAX_OPTIONS,
+    compile_grammar,
+    read_vocabulary,
+)
 
 TOKENIZER = Path(__file__).parents[3] / "demo" / "base" / "tokenizer.json"
 VOCAB, EOS = 264, [257]
@@ -53,6 +58,36 @@ async def test_good_grammars_of_every_form_pass(checker: GrammarChecker, grammar
     await checker.check(grammar, VOCAB, EOS)
 
 
+GBNF = """\
+root ::= select-statement # as in vLLM's examples
+select-statement ::= "SELECT " column " from " [a-z]+ (" where " column)?
+column ::= "col_1" | "col_2"
+"""
+
+
+async def test_a_grammar_in_gbnf_becomes_one_in_larks_notation(checker: GrammarChecker) -> None:
+    vocabulary = read_vocabulary(TOKENIZER, VOCAB, EOS)
+    readable = await checker.check(Grammar(ebnf=GBNF), VOCAB, EOS)
+    assert await checker.check(readable, VOCAB, EOS) == readable
+    for text, is_accepted in (
+        ("SELECT col_1 from tables", True),
+        ("SELECT col_2 from t where col_1", True),
+        ("SELECT col_3 from t", False),
+        ("SELECT col_1 from T", False),
+    ):
+        matcher = compile_grammar(readable, vocabulary)
+        num_matched = matcher.try_consume_tokens(list(text.encode()))
+        assert (num_matched == len(text) and matcher.is_accepting()) is is_accepted, text
+
+
+async def test_a_grammar_in_larks_notation_reaches_the_engine_as_it_was_written(
+    checker: GrammarChecker,
+) -> None:
+    """A mark of GBNF within a text does not make it GBNF."""
+    grammar = Grammar(ebnf='start: rule+\nrule: "a" | "b ::= c"')
+    assert await checker.check(grammar, VOCAB, EOS) is grammar
+
+
 @pytest.mark.parametrize(
     ("grammar", "reason"),
     [
@@ -65,6 +100,10 @@ async def test_good_grammars_of_every_form_pass(checker: GrammarChecker, grammar
         (Grammar(json_schema="false"), "is an object"),
         (Grammar(json_schema=json.dumps({"$ref": "http://example.com/x"})), "fetch"),
         (Grammar(json_schema='{"type": "string"}, "x": {}'), "not valid JSON"),
+        (Grammar(ebnf='start ::= "a"'), "not valid GBNF: No 'root' rule found"),
+        (Grammar(ebnf="root ::= a-b"), "not valid GBNF: Rule 'a-b' not found"),
+        (Grammar(ebnf='root ::= "\\q"'), "Invalid escape sequence"),
+        (Grammar(ebnf="root ::= " + "(" * 5000), "nests too deeply"),
     ],
 )
 async def test_bad_grammars_are_refused_with_the_reason(
