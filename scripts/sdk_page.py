@@ -43,6 +43,11 @@ def _section(cls: type) -> Iterator[str]:
             f"`{each.name}: {_shown(each.type)}`" for each in dataclasses.fields(cls)
         )
         yield f"\nFields: {fields}"
+    elif "__init__" in vars(cls) and not issubclass(cls, BaseException):
+        arguments, _, _ = _signature(cls.__init__).rpartition(" -> ")
+        yield f"\n```python\n{cls.__name__}{arguments}\n```"
+        if described := vars(cls)["__init__"].__doc__:
+            yield f"\n{inspect.cleandoc(described)}"
     if asynchronous := BLOCKING.get(cls.__name__):
         names = ", ".join(f"`{name}`" for name, _ in _methods(cls))
         yield f"\nMethods of [{asynchronous}](#{asynchronous.lower()}) without `await`: {names}."

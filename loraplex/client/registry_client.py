@@ -57,7 +57,11 @@ class RegistryClient:
     """
 
     def __init__(self, address: str | None = None, credentials: Credentials | None = None) -> None:
-        """Defaults come from LORAPLEX_REGISTRY_ADDRESS, LORAPLEX_API_KEY[_FILE], LORAPLEX_CA..."""
+        """Without `address`, LORAPLEX_REGISTRY_ADDRESS names it.
+
+        Without `credentials`, they come from LORAPLEX_API_KEY (or LORAPLEX_API_KEY_FILE),
+        LORAPLEX_CA, LORAPLEX_CERT and LORAPLEX_KEY.
+        """
         self._channel = Channel(
             address or settings.registry_address(os.environ),
             credentials or settings.credentials(os.environ),
