@@ -27,16 +27,16 @@ error names the field.
 
 ## Messages and calls
 
-Calls per tenant are those that the keys of one tenant may have open at one process. Services and
-callers without auth are not counted. A call beyond the limit is refused with `RESOURCE_EXHAUSTED`
-and the reason `TOO_MANY_CALLS`.
+The open calls per tenant are those that all keys of one tenant may have open at one process. Calls
+of services, and calls without authentication, are not counted. A call beyond the limit is refused
+with `RESOURCE_EXHAUSTED` and the reason `TOO_MANY_CALLS`.
 
 Each tenant may make 200 calls per second to a registry, and 200 reads per second to a gateway. The
-last column says as how many of these a call counts. A call above the rate is delayed until the rate
-allows it. If the delay would be too long, it is refused with the same reason, a second later. A
-call to a registry that reads more than 20 versions and tags for each of these counts as more, and
-the next calls wait for it. That of the first admin key does not, because its lists show all
-tenants.
+last column gives the number of calls that a call of this method counts as. A call above the rate is
+delayed until the rate allows it. If the delay would be too long, it is refused with the same
+reason, a second later. If a call to a registry reads more than 20 versions and tags for each call
+that it counts as, it counts as more, and the next calls of the tenant wait. Calls with the first
+admin key are exempt from this, because its lists show all tenants.
 
 """
 
