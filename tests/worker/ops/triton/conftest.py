@@ -24,9 +24,10 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(scope="session", autouse=True)
 def quick_interpreter():
-    """Half of the interpreter's time goes into what changes nothing here: it puts its functions
-    into `triton.language` anew for each call of a device function, and computes, for each sum and
-    product, whether it overflows, to drop the answer unless kernels run with `debug`."""
+    """Most of the interpreter's time goes into what changes nothing here: it puts its functions
+    into `triton.language` anew for each call of a device function, computes, for each sum and
+    product, whether it overflows, to drop the answer unless kernels run with `debug`, and works out
+    the facts of a type for each value of that type."""
     if not INTERPRETING:
         return
     from triton.runtime import interpreter
@@ -41,6 +42,47 @@ def quick_interpreter():
 
     interpreter._patch_lang = patch_once
     object.__setattr__(interpreter.interpreter_builder.options, "sanitize_overflow", False)
+    keep_facts_of_types(interpreter)
+
+
+def keep_facts_of_types(interpreter):
+    """Let equal types share what their constructor computes, and tensors what they take from it."""
+    from triton.language import core
+
+    of_numpy, unwrap = interpreter._get_np_dtype, core._unwrap_if_constexpr
+    make_type, make_tensor = core.block_type.__init__, core.tensor.__init__
+    numpy_types, types = {}, {}
+    plain = {int, core.tensor, core.dtype}
+
+    def numpy_type(dtype):
+        if dtype.name not in numpy_types:
+            numpy_types[dtype.name] = of_numpy(dtype)
+        return numpy_types[dtype.name]
+
+    def init_type(self, element_ty, shape):
+        sizes = (size.value if isinstance(size, core.constexpr) else size for size in shape)
+        key = str(element_ty), getattr(element_ty, "address_space", None), *sizes
+        if key not in types:
+            make_type(self, element_ty, shape)
+            types[key] = self.__dict__
+        self.__dict__ = types[key]
+
+    def init_tensor(self, handle, dtype):
+        facts = dtype.__dict__.get("facts_of_tensors")
+        if facts is None:
+            make_tensor(self, handle, dtype)
+            own = {name: value for name, value in self.__dict__.items() if name != "handle"}
+            dtype.__dict__["facts_of_tensors"] = own
+        else:
+            self.__dict__.update(facts, handle=handle)
+
+    def unwrapped(value):
+        return value if type(value) in plain else unwrap(value)
+
+    interpreter._get_np_dtype = numpy_type
+    core._unwrap_if_constexpr = unwrapped
+    core.block_type.__init__ = init_type
+    core.tensor.__init__ = init_tensor
 
 
 @pytest.fixture
