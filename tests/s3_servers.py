@@ -17,6 +17,8 @@ from loraplex_services.common.objects.probe import probe
 
 FILE_AND_S3 = ["file", pytest.param("s3", marks=pytest.mark.s3)]
 """Stores to run a test on: a folder always, a real S3 server where `-m s3` asks for it."""
+only_files = pytest.mark.parametrize("objects_url", ["file"], indirect=True)
+"""For tests that change the files of a store behind its back."""
 
 
 @contextlib.contextmanager

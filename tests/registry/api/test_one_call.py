@@ -21,6 +21,7 @@ from loraplex_services.registry.access.permissions import Access
 from loraplex_services.registry.records import TenantRecord
 from tests.registry.conftest import ServedRegistry
 from tests.registry.house import CONFIG, TENSORS, adapter_files, publish
+from tests.s3_servers import only_files
 
 ROOT = Access("default", "", frozenset({"root", "admin"}))
 
@@ -61,6 +62,7 @@ async def test_it_becomes_the_same_version_as_in_parts_and_leaves_no_upload(
     assert {file.path for file in found.version.files} == {CONFIG, TENSORS}
 
 
+@only_files
 async def test_blobs_wait_for_the_disk_only_for_versions_that_are_not_ephemeral(
     served: ServedRegistry, objects_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

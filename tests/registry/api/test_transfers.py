@@ -35,6 +35,7 @@ from loraplex_services.registry import layout
 from loraplex_services.registry.api import publishing
 from tests.registry.conftest import ServedRegistry
 from tests.registry.house import CONFIG, TENSORS, adapter_files, upload, write_folder
+from tests.s3_servers import only_files
 
 
 async def test_what_is_pulled_is_what_was_uploaded(served: ServedRegistry, tmp_path: Path) -> None:
@@ -306,6 +307,7 @@ async def test_odd_files_are_refused_before_a_byte_is_sent(
     assert [i async for i in served.registry.store.list_objects(layout.UPLOADS)] == []
 
 
+@only_files
 async def test_damaged_bytes_in_the_store_are_data_loss_not_data(
     served: ServedRegistry, objects_folder: Path, tmp_path: Path
 ) -> None:
@@ -354,6 +356,7 @@ def _part(upload_id: str, path: str, offset: int, data: bytes) -> pb.UploadPartR
     )
 
 
+@only_files
 @pytest.mark.parametrize("in_one_call", [True, False])
 @pytest.mark.parametrize("name", [TENSORS, CONFIG])
 async def test_the_same_upload_again_mends_what_was_damaged_in_the_store(

@@ -21,7 +21,7 @@ from loraplex_services.registry.assembly import Registry
 from loraplex_services.registry.maintenance import backup
 from loraplex_services.registry.maintenance.backup import copy_registry
 from tests.registry.house import house_of, publish
-from tests.s3_servers import objects_url_of, proven_store
+from tests.s3_servers import objects_url_of, only_files, proven_store
 
 PROD = parse_ref("default/name-1:prod")
 ROOT = Access("default", "", frozenset({"root"}))
@@ -131,6 +131,7 @@ async def test_a_second_backup_writes_only_what_changed(
     assert changed.num_blobs == 2
 
 
+@only_files
 async def test_a_damaged_blob_is_named_and_the_copy_cannot_be_restored(
     registry: Registry, objects_folder: Path, copy: ObjectStore, tmp_path: Path
 ) -> None:

@@ -17,6 +17,7 @@ from loraplex_services.registry.assembly import Registry
 from loraplex_services.registry.maintenance.gc import MIN_AGE_S, RETENTION_S, Collector
 from loraplex_services.registry.publish.uploads import SESSION_MAX_AGE_S
 from tests.registry.house import ANY_AGE_S, adapter_files, opened, orphans, publish
+from tests.s3_servers import only_files
 
 ROOT = Access("default", "", frozenset({"root", "admin"}))
 
@@ -34,6 +35,7 @@ async def _read_all(registry: Registry, ref: str) -> int:
     return sum([len(chunk.data) async for chunk in chunks_of(registry.store, version)])
 
 
+@only_files
 async def test_live_versions_are_kept_whatever_their_age(
     registry: Registry, objects_folder: Path
 ) -> None:
@@ -50,6 +52,7 @@ async def test_young_bytes_are_kept_though_nothing_refers_to_them(registry: Regi
     assert (await registry.publisher.finish(session)).version.version == 1
 
 
+@only_files
 async def test_old_unreferenced_blobs_and_dead_uploads_go(
     registry: Registry, objects_folder: Path
 ) -> None:
@@ -69,6 +72,7 @@ async def test_old_unreferenced_blobs_and_dead_uploads_go(
     assert await _read_all(registry, "sql") > 0
 
 
+@only_files
 async def test_deleted_versions_keep_their_bytes_until_retention_ends(
     registry: Registry, objects_folder: Path
 ) -> None:
@@ -83,6 +87,7 @@ async def test_deleted_versions_keep_their_bytes_until_retention_ends(
     assert RETENTION_S > MIN_AGE_S
 
 
+@only_files
 async def test_purged_versions_lose_what_no_other_version_has(
     registry: Registry, objects_folder: Path
 ) -> None:
@@ -98,6 +103,7 @@ async def test_purged_versions_lose_what_no_other_version_has(
     assert await _read_all(registry, "sql:v1") > 0
 
 
+@only_files
 async def test_content_published_again_after_its_purge_has_all_its_bytes(
     registry: Registry, objects_folder: Path
 ) -> None:
@@ -142,6 +148,7 @@ async def test_content_published_while_its_old_bytes_are_collected_keeps_them(
     assert await orphans(registry) == set()
 
 
+@only_files
 async def test_a_damaged_version_record_is_named_and_nothing_goes(
     registry: Registry, objects_folder: Path
 ) -> None:

@@ -16,6 +16,7 @@ from loraplex_services.registry.api.downloads import chunks_of
 from loraplex_services.registry.assembly import Registry
 from loraplex_services.registry.maintenance.gc import Collector
 from tests.registry.house import ANY_AGE_S, adapter_files, opened, orphans, publish
+from tests.s3_servers import only_files
 
 ROOT = Access("default", "", frozenset({"root", "admin"}))
 
@@ -44,6 +45,7 @@ async def _versions(registry: Registry) -> list[int]:
     return [version.version for version in found.versions]
 
 
+@only_files
 async def test_publishing_on_a_disk_that_fills_at_any_step_fails_whole_and_works_again(
     registry: Registry, objects_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

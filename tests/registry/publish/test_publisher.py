@@ -42,6 +42,7 @@ from tests.registry.house import (
     publish,
     tiny_base,
 )
+from tests.s3_servers import only_files
 
 ROOT = Access("default", "", frozenset({"root", "admin"}))
 
@@ -331,6 +332,7 @@ async def test_a_known_file_need_not_be_sent_again_by_its_tenant_alone(registry:
         await registry.publisher.finish(foreign)
 
 
+@only_files
 async def test_old_blobs_are_written_again_before_they_are_referred_to(
     registry: Registry, objects_folder: Path
 ) -> None:
