@@ -50,7 +50,7 @@ def main() -> int:
     if sys.argv[1:2] in (["up"], ["simulate"]):
         if importlib.util.find_spec("loraplex_services") is None:
             print(f"loraplex {sys.argv[1]}: {NO_SERVERS}", file=sys.stderr)
-            return 1
+            return 2
         module = f"loraplex_services.{sys.argv[1]}"
         # -P keeps a module in the working directory from being imported in place of one of ours.
         os.execv(sys.executable, [sys.executable, "-P", "-m", module, *sys.argv[2:]])

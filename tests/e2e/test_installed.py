@@ -150,7 +150,7 @@ def test_an_installed_stack_serves_with_compiled_kernels(installation: Installat
 def test_a_client_reports_what_a_stack_needs(installation: Installation) -> None:
     installation.link(CLIENT)
     status, _, errors = installation.run("loraplex", "up")
-    assert status == 1
+    assert status == 2
     [line] = errors.splitlines()
     assert "starlette" in line and "pip install 'loraplex[local]'" in line
 
