@@ -22,6 +22,8 @@ MAX_NAMES = 10_000
 MAX_PLAIN_NAMES = 64
 MAX_PATTERNS = 4096
 MAX_EXPRESSIONS = 512
+MAX_EXPRESSION_CHARS = 65_536
+"""All expressions of one field together. Parsing these takes up to about 0.1 s."""
 MAX_NAME_CHARS = 256
 
 
@@ -139,10 +141,11 @@ class AdapterConfigReader:
         if not isinstance(value, dict) or len(value) > MAX_PATTERNS:
             self.refuse(field, value, f"must be an object of at most {MAX_PATTERNS} patterns")
             return []
-        num_expressions = sum(not PLAIN_NAME.fullmatch(key) for key in value)
-        if num_expressions > MAX_EXPRESSIONS:
-            found = f"{num_expressions} expressions"
-            self.refuse(field, found, f"at most {MAX_EXPRESSIONS} keys may be expressions")
+        sizes = [len(key) for key in value if not PLAIN_NAME.fullmatch(key)]
+        if len(sizes) > MAX_EXPRESSIONS or sum(sizes) > MAX_EXPRESSION_CHARS:
+            found = f"{len(sizes)} expressions of {sum(sizes)} characters"
+            limit = f"{MAX_EXPRESSIONS}, of {MAX_EXPRESSION_CHARS} characters together"
+            self.refuse(field, found, f"the keys that are expressions may be at most {limit}")
             return []
         return [pair for pair in value.items() if self._check_key(field, pair[0])]
 

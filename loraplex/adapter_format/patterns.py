@@ -59,6 +59,7 @@ class Selector:
     layers_pattern: tuple[str, ...] = ()
     """Plain names of module lists; empty = any."""
     work: regex.Work = field(default_factory=regex.Work)
+    parsed: dict[str, regex.Node] = field(default_factory=dict)
 
     def selects(self, name: str, module: Module | None = None) -> bool:
         """Whether PEFT would put LoRA on a module.
@@ -77,18 +78,24 @@ class Selector:
         if isinstance(self.targets, str):
             if self.targets.lower() == ALL_LINEAR:
                 return module is None or module.kind == LINEAR
-            return regex.matches_all(parse(self.targets), name, self.work)
+            return regex.matches_all(self._node(self.targets), name, self.work)
         if name in self.targets:
             return True
         return _has_suffix(self.targets, name) and self._layer_is_selected(name)
 
     def _matches(self, names: str | frozenset[str], name: str) -> bool:
         if isinstance(names, str):
-            return regex.matches_all(parse(names), name, self.work)
+            return regex.matches_all(self._node(names), name, self.work)
         return name in names or _has_suffix(names, name)
 
     def _matches_pattern(self, pattern: str, name: str) -> bool:
-        return regex.matches_start(parse(pattern), name, self.work)
+        return regex.matches_start(self._node(pattern), name, self.work)
+
+    def _node(self, pattern: str) -> regex.Node:
+        node = self.parsed.get(pattern)
+        if node is None:
+            node = self.parsed[pattern] = parse(pattern)
+        return node
 
     def _layer_is_selected(self, name: str) -> bool:
         if not self.layers:

@@ -62,7 +62,6 @@ _PLACES = {
 }
 
 
-@functools.lru_cache(maxsize=1024)
 def parse(pattern: str) -> Node:
     """Read a pattern.
 

@@ -158,6 +158,12 @@ def test_a_promise_that_the_tensors_do_not_keep_is_refused(
     assert f"adapter_model.safetensors:{tensor}" in fields
 
 
+def test_a_field_with_too_much_to_parse_is_refused() -> None:
+    patterns = {f"{index}" + "[a]" * 600: 4 for index in range(40)}
+    with pytest.raises(InvalidAdapter, match="at most 512, of 65536 characters"):
+        parse_config(json.dumps(good_config() | {"rank_pattern": patterns}).encode())
+
+
 def test_a_violation_shows_the_value() -> None:
     with pytest.raises(InvalidAdapter) as caught:
         Adapter().with_config(use_rslora="y" * 1000).validate()

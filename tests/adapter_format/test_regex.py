@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tracemalloc
 import warnings
 
 import pytest
@@ -143,3 +144,15 @@ def test_work_that_runs_out_is_said() -> None:
     node = parse("(?:a{400}|)" * 180)
     with pytest.raises(BadPattern, match="too long to match"):
         matches_all(node, "a" * 500, Work(50_000))
+
+
+def test_parsed_patterns_are_not_kept() -> None:
+    """They take 200 times the memory of the text, and any publisher can send many."""
+    tracemalloc.start()
+    try:
+        for number in range(20):
+            parse(f"{number}" + "[a]" * 600)
+        kept, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert kept < 200_000
