@@ -14,6 +14,7 @@ from loraplex_services.worker.cache.kv_layout import (
     KvGroup,
     KvGroups,
 )
+from loraplex_services.worker.cache.state_layout import StateLayout
 from loraplex_services.worker.native.pages import PAGE_BYTES, huge_pages, provide
 from loraplex_services.worker.types.extents import count_pages_per_block
 
@@ -74,7 +75,7 @@ SCALE_DTYPE = torch.bfloat16
 
 
 class KvBuffer:
-    """Views of the arena as the KV cache of each layer."""
+    """Views of the arena as the KV cache of each layer, and where it keeps recurrent states."""
 
     def __init__(
         self,
@@ -82,14 +83,20 @@ class KvBuffer:
         groups: KvGroups,
         dtype: torch.dtype,
         codes: torch.dtype | None = None,
+        states: StateLayout | None = None,
     ) -> None:
-        """`codes`: what K and V are stored as; None = in `dtype`, without scales."""
+        """
+        Args:
+            codes: what K and V are stored as; None = in `dtype`, without scales.
+            states: of the base's recurrent layers, if it has any.
+        """
         assert arena.block_bytes == groups.block_bytes, (arena.block_bytes, groups.block_bytes)
         assert (codes is None) == (groups.scale_bytes == 0), (codes, groups.scale_bytes)
         self.arena = arena
         self.groups = groups
         self.tokens_per_block = TOKENS_PER_BLOCK
         self.dtype = dtype
+        self.states = states
         self._stored = codes or dtype
         self._planes: dict[int, tuple[Tensor, Tensor]] = {}
         self._scales: dict[int, tuple[Tensor, Tensor]] = {}

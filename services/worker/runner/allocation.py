@@ -10,6 +10,7 @@ from loraplex.errors import InvalidRequest, Unsupported
 from loraplex_services.worker.adapters.device.base_values import TORCH_DTYPES
 from loraplex_services.worker.arena_buffer import SCALE_DTYPE, ArenaBuffer, KvBuffer, blocks_for
 from loraplex_services.worker.cache.kv_layout import MAX_BLOCK_BYTES, plan_kv_groups
+from loraplex_services.worker.cache.state_layout import state_layout
 from loraplex_services.worker.layers.operators import Operators
 from loraplex_services.worker.layers.ranks import Ranks
 from loraplex_services.worker.model.decoder import Decoder
@@ -81,7 +82,8 @@ def kv_buffer(
         config.windows, config.kv_heads, itemsize, config.layers_without_kv, scale_bytes
     )
     num_blocks = blocks_for(num_bytes, groups.block_bytes)
-    return KvBuffer(ArenaBuffer(num_blocks, groups.block_bytes, device), groups, dtype, codes)
+    arena = ArenaBuffer(num_blocks, groups.block_bytes, device)
+    return KvBuffer(arena, groups, dtype, codes, state_layout(config, groups.block_bytes))
 
 
 def stored_dtype(name: str, operators: Operators, kv: KvBuffer) -> str:

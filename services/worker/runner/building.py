@@ -23,7 +23,6 @@ from loraplex_services.worker.adapters.device.table import AdapterTable
 from loraplex_services.worker.adapters.pack.contents import base_geometry, weights_key
 from loraplex_services.worker.adapters.pack.packing import Packer
 from loraplex_services.worker.arena_buffer import ArenaBuffer, KvBuffer
-from loraplex_services.worker.cache.state_layout import state_layout
 from loraplex_services.worker.layers.native_operators import NativeOperators
 from loraplex_services.worker.layers.operators import Operators
 from loraplex_services.worker.layers.ranks import OneRank, Ranks
@@ -80,7 +79,7 @@ from loraplex_services.worker.types.nodes import ONE_NODE, Nodes
 from loraplex_services.worker.types.own_rope import base_ropes
 from loraplex_services.worker.types.runner_protocol import ModelInfo
 from loraplex_services.worker.types.runner_settings import RunnerSettings
-from loraplex_services.worker.types.sharding import Shard, local_config
+from loraplex_services.worker.types.sharding import Shard
 
 logger = logging.getLogger(__name__)
 
@@ -166,15 +165,15 @@ def _build(
     model.ropes.reserve(settings.max_resident)
     host = _pinned_cache(kv.arena, settings.host_cache_bytes)
     loader = AdapterLoader(kv.arena, packer, model.ropes, layout.ropes, host, executors)
-    info = _model_info(model, layout, geometry, torch_device, torch_dtype, operators, settings)
-    batches = _batch_maker(model, operators, kv, loader.table, layout, torch_device, settings)
+    info = _model_info(model, layout, geometry, kv, operators, settings)
+    batches = _batch_maker(model, operators, kv, loader.table, layout, settings)
     if isinstance(operators, NativeOperators):
         operators.native.weights.use_huge_pages()
         if ranks.shard.size == 1:
             programs = StepPrograms(operators.native, model, settings.max_num_batched_tokens)
             model.pass_layers = programs.forward
     gc.freeze()  # what stays need not be walked by full collections: 4% of a step's time
-    return TorchRunner(model, kv, loader, layout, info, batches, operators, settings.overlap)
+    return TorchRunner(model, loader, layout, info, batches, operators, settings.overlap)
 
 
 def _are_rows_alike(config: ModelConfig, operators: Operators) -> bool:
@@ -231,29 +230,24 @@ def _batch_maker(
     kv: KvBuffer,
     adapters: AdapterTable,
     layout: AdapterLayout,
-    device: torch.device,
     settings: RunnerSettings,
 ) -> BatchMaker:
     """Where Triton computes, with device tables, workspace and captured graphs."""
     is_native = isinstance(operators, NativeOperators)
-    own = local_config(model.config, layout.shard)
-    states = state_layout(own, kv.arena.block_bytes)
     gpu = None
     if operators.name == "triton":
         from loraplex_services.worker.runner.gpu_path import GpuPath
 
-        gpu = GpuPath(model, operators, kv, adapters, settings, layout.int8, states)
+        gpu = GpuPath(model, operators, kv, adapters, settings, layout.int8)
     return BatchMaker(
         kv,
         model.ropes,
         adapters,
-        device,
         max_num_tokens=settings.max_num_batched_tokens,
         max_num_rows=settings.max_num_seqs,
         attention=operators.attention_maker,
         records=Records(adapters, len(layout.sites.sites)) if is_native else None,
         gpu=gpu,
-        states=states,
     )
 
 
@@ -351,12 +345,12 @@ def _model_info(
     model: Decoder,
     layout: AdapterLayout,
     geometry: Geometry,
-    device: torch.device,
-    dtype: torch.dtype,
+    kv: KvBuffer,
     operators: Operators,
     settings: RunnerSettings,
 ) -> ModelInfo:
     config, num_ranks, max_model_len = model.config, layout.shard.size, settings.max_model_len
+    device, dtype = kv.arena.data.device, kv.dtype
     is_alike = not isinstance(model, LibraryDecoder) and _are_rows_alike(config, operators)
     arithmetic = operators.name + (f"-{layout.stored}" if layout.stored != "auto" else "")
     if attention := operators.attention_maker.name:

@@ -11,7 +11,6 @@ from torch import Tensor
 from loraplex_services.worker.adapters.device.copy_events import CopyEvents
 from loraplex_services.worker.adapters.device.table import AdapterTable
 from loraplex_services.worker.arena_buffer import KvBuffer
-from loraplex_services.worker.cache.state_layout import StateLayout
 from loraplex_services.worker.layers.operators import Operators
 from loraplex_services.worker.layers.triton_operators import TritonOperators
 from loraplex_services.worker.model.decoder import Decoder
@@ -58,14 +57,9 @@ class GpuPath:
         table: AdapterTable,
         settings: RunnerSettings,
         int8: bool,
-        states: StateLayout | None,
     ) -> None:
-        """Captures graphs when the device is a GPU, which takes a while.
-
-        Args:
-            int8: adapters' matrices are integers.
-            states: of the base's recurrent layers, if it has any.
-        """
+        """Captures graphs when the device is a GPU, which takes a while. `int8`: the adapters'
+        matrices are integers."""
         assert isinstance(operators, TritonOperators), operators.name
         arena, sites = kv.arena, model.site_weights.own_table
         self._table = table
@@ -90,7 +84,6 @@ class GpuPath:
         self.lora = DeviceLora(tables, side)
         operators.lora = self.lora
         self._attention = operators.attention_maker
-        self._states = states
         self._block_tables = BlockTables(
             len(kv.windows),
             max(settings.max_num_seqs, DECODE.sizes[-1]),
@@ -98,7 +91,7 @@ class GpuPath:
             kv.tokens_per_block,
             arena.data.device,
         )
-        self.idle = IdleSteps(model, kv, self.lora, self._attention, self._masks[-1], states)
+        self.idle = IdleSteps(model, kv, self.lora, self._attention, self._masks[-1])
         self._graphs: list[CapturedSteps] = []
         if arena.data.is_cuda:
             self.idle.warm_up(settings.max_num_batched_tokens)
@@ -111,7 +104,7 @@ class GpuPath:
         sequence ends and the next begins, so that bases with them compute prompts eagerly."""
         table = self.lora_batch(())
         kinds = [DECODE]
-        if self._states is None and self._attention.backend.captures_contexts:
+        if self._kv.states is None and self._attention.backend.captures_contexts:
             kinds.append(mixed_kind(max_num_tokens))
         inputs = [self.graph_inputs(kind) for kind in kinds]
         self._graphs = [CapturedSteps(self._model, each, table, self._masks) for each in inputs]
@@ -120,8 +113,7 @@ class GpuPath:
 
     def graph_inputs(self, kind: StepKind) -> GraphInputs:
         """Static inputs of steps of one kind."""
-        shared = self._kv, self.lora, self._block_tables
-        return GraphInputs(kind, *shared, self._attention, self._states)
+        return GraphInputs(kind, self._kv, self.lora, self._block_tables, self._attention)
 
     def holds(self, step: StepInputs) -> bool:
         """Whether the tables on the device have space for a step's sequences. Only those of an

@@ -75,9 +75,7 @@ class GraphInputs:
         lora: DeviceLora,
         tables: BlockTables,
         attention: AttentionMaker,
-        states: StateLayout | None = None,
     ) -> None:
-        """`states`: of the base's recurrent layers, if it has any."""
         self.kind = kind
         self._kv = kv
         self._attention = attention
@@ -91,7 +89,7 @@ class GraphInputs:
         self._long_work = None
         if kind.max_contexts:
             self._long_work = static_long_work(lora.tables, self.buffer.tiles)
-        self._states = None if states is None else DecodeStates(kv.arena.data, states)
+        self._states = None if kv.states is None else DecodeStates(kv.arena.data, kv.states)
 
     def size_for(self, step: StepInputs) -> int | None:
         """The smallest size that holds a step; None if there is none."""

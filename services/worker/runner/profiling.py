@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 
 from loraplex_services.worker.arena_buffer import KvBuffer
-from loraplex_services.worker.cache.state_layout import state_layout
 from loraplex_services.worker.layers.operators import Operators
 from loraplex_services.worker.layers.triton_operators import TritonOperators
 from loraplex_services.worker.model.decoder import Decoder
@@ -14,7 +13,6 @@ from loraplex_services.worker.ops.lora.triton import DeviceLora
 from loraplex_services.worker.ops.lora.worklist import LoraBatch
 from loraplex_services.worker.runner.gpu_path import site_shapes
 from loraplex_services.worker.runner.warm_up import IdleSteps
-from loraplex_services.worker.types.sharding import local_config
 
 
 @torch.inference_mode()
@@ -36,8 +34,7 @@ def run_largest_step(
     shapes = site_shapes(model.site_weights.table, kv.arena.block_bytes // stored.itemsize)
     tables = DeviceTables(kv.arena.data.view(-1), stored, shapes, 1, len(shapes) + 1)
     operators.lora = lora = DeviceLora(tables, None)
-    states = state_layout(local_config(model.config, operators.ranks.shard), kv.arena.block_bytes)
-    idle = IdleSteps(model, kv, lora, operators.attention_maker, frozenset(), states)
+    idle = IdleSteps(model, kv, lora, operators.attention_maker, frozenset())
     hidden = model.forward(idle.batch(max_num_tokens))
     return model.logits(hidden[:max_num_rows], LoraBatch((), {}, None, tables))
 

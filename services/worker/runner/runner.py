@@ -19,7 +19,6 @@ from loraplex.errors import LoraplexError
 from loraplex_services.worker.adapters.device.copy_events import CopyEvents
 from loraplex_services.worker.adapters.device.loader import AdapterLoader, CopiedImage
 from loraplex_services.worker.adapters.pack.image import ImageBytes
-from loraplex_services.worker.arena_buffer import KvBuffer
 from loraplex_services.worker.cache.kv_layout import TOKENS_PER_BLOCK
 from loraplex_services.worker.layers.forward_batch import ForwardBatch
 from loraplex_services.worker.layers.operators import Operators
@@ -57,7 +56,6 @@ class TorchRunner:
     def __init__(
         self,
         model: Decoder,
-        kv: KvBuffer,
         adapters: AdapterLoader,
         layout: AdapterLayout,
         info: ModelInfo,
@@ -65,19 +63,20 @@ class TorchRunner:
         operators: Operators,
         overlap: str,
     ) -> None:
+        kv = batches.kv
         self.layout = layout
         self.arena = kv.arena
         self.arena_blocks = kv.arena.num_blocks
         self.block_bytes = kv.arena.block_bytes
         self.kv_group_windows = kv.windows
-        self.state_blocks = batches.states.num_blocks if batches.states else 0
+        self.state_blocks = kv.states.num_blocks if kv.states else 0
         self._model = model
         self._adapters = adapters
         self._info = info
         self._batches = batches
         self._chooser = TokenChooser(model, info.eos_token_ids, operators.draws)
-        self._order = StepOrder(batches.device.type, overlap)
-        self._outputs = torch.zeros(0, dtype=torch.int64, device=batches.device)
+        self._order = StepOrder(kv.arena.data.device.type, overlap)
+        self._outputs = torch.zeros(0, dtype=torch.int64, device=kv.arena.data.device)
         """Tokens that the last step chose, on the device: see `step_results`."""
         self._ranks = operators.ranks
         self._followers: Followers | None = None

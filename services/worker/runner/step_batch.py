@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from loraplex_services.worker.arena_buffer import KvBuffer
-from loraplex_services.worker.cache.state_layout import StateLayout
 from loraplex_services.worker.layers.forward_batch import ForwardBatch
 from loraplex_services.worker.layers.ropes import Ropes
 from loraplex_services.worker.layers.routing import RoutingNotes
@@ -37,7 +36,6 @@ class BatchMaker:
     kv: KvBuffer
     ropes: Ropes
     deltas: DeltaTable
-    device: torch.device
     max_num_tokens: int
     max_num_rows: int
     """Most requests of one step."""
@@ -46,8 +44,6 @@ class BatchMaker:
     """The deltas as C++ reads them, where it computes."""
     gpu: GpuPath | None = None
     """The deltas as Triton reads them, where it computes."""
-    states: StateLayout | None = None
-    """Layout of the base's recurrent layers, if it has any."""
 
     def read(self, plan: StepPlan) -> StepInputs:
         """The inputs of one step, in the plan's order."""
@@ -88,14 +84,13 @@ class BatchMaker:
         )
 
     def _on_device(self, values: Int64s) -> torch.Tensor:
-        return to_device(torch.from_numpy(values), self.device)
+        return to_device(torch.from_numpy(values), self.kv.arena.data.device)
 
     def _states(self, plan: StepPlan) -> StateBatch | None:
-        if self.states is None:
+        if (layout := self.kv.states) is None:
             return None
         assert len(plan.states) == len(plan.rows), "each row has its state"
-        cells = state_cells(self.kv.arena.data, self.states)
-        return state_batch(plan.states, cells, self.states)
+        return state_batch(plan.states, state_cells(self.kv.arena.data, layout), layout)
 
     def _attention(
         self,

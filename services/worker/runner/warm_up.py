@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 import torch
 
 from loraplex_services.worker.arena_buffer import KvBuffer
-from loraplex_services.worker.cache.state_layout import StateLayout
 from loraplex_services.worker.layers.forward_batch import ForwardBatch
 from loraplex_services.worker.model.decoder import Decoder
 from loraplex_services.worker.ops.attention.backend import AUTO, AttentionMaker
@@ -39,8 +38,6 @@ class IdleSteps:
     attention: AttentionMaker
     sites: frozenset[int]
     """Where adapters may add something."""
-    states: StateLayout | None
-    """Of the base's recurrent layers, if it has any."""
 
     @torch.inference_mode()
     def warm_up(self, max_num_tokens: int) -> None:
@@ -83,8 +80,8 @@ class IdleSteps:
             sites=self.sites,
         )
         states = None
-        if self.states is not None:
-            states = idle_states(self.kv.arena.data, self.states, num_rows)
+        if self.kv.states is not None:
+            states = idle_states(self.kv.arena.data, self.kv.states, num_rows)
         ids = torch.zeros(num_rows, dtype=torch.int64, device=device)
         attention = self.attention.idle_metadata(self.kv, positions)
         return ForwardBatch(ids, positions, attention, adapters, states=states)
