@@ -164,7 +164,7 @@ def _build(
     packer = Packer(geometry, layout, SiteValues(sites, layout, torch_device))
     model.ropes.reserve(settings.max_resident)
     host = _pinned_cache(kv.arena, settings.host_cache_bytes)
-    loader = AdapterLoader(kv.arena, packer, model.ropes, layout.ropes, host, executors)
+    loader = AdapterLoader(kv.arena, packer, model.ropes, host, executors)
     info = _model_info(model, layout, geometry, kv, operators, settings)
     batches = _batch_maker(model, operators, kv, loader.table, layout, settings)
     if isinstance(operators, NativeOperators):
@@ -173,7 +173,7 @@ def _build(
             programs = StepPrograms(operators.native, model, settings.max_num_batched_tokens)
             model.pass_layers = programs.forward
     gc.freeze()  # what stays need not be walked by full collections: 4% of a step's time
-    return TorchRunner(model, loader, layout, info, batches, operators, settings.overlap)
+    return TorchRunner(model, loader, info, batches, operators, settings.overlap)
 
 
 def _are_rows_alike(config: ModelConfig, operators: Operators) -> bool:

@@ -37,7 +37,6 @@ from loraplex_services.worker.runner.step_results import (
 )
 from loraplex_services.worker.runner.steps import StepOrder, StepUnderWay
 from loraplex_services.worker.sampling.best_columns import BestRows
-from loraplex_services.worker.types.adapter_layout import AdapterLayout
 from loraplex_services.worker.types.extents import Extents
 from loraplex_services.worker.types.runner_protocol import Copied, ModelInfo
 from loraplex_services.worker.types.step_plan import StepPlan
@@ -57,14 +56,13 @@ class TorchRunner:
         self,
         model: Decoder,
         adapters: AdapterLoader,
-        layout: AdapterLayout,
         info: ModelInfo,
         batches: BatchMaker,
         operators: Operators,
         overlap: str,
     ) -> None:
         kv = batches.kv
-        self.layout = layout
+        self.layout = adapters.layout
         self.arena = kv.arena
         self.arena_blocks = kv.arena.num_blocks
         self.block_bytes = kv.arena.block_bytes

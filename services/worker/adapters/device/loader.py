@@ -27,7 +27,7 @@ from loraplex_services.worker.adapters.pack.packing import Packer
 from loraplex_services.worker.arena_buffer import ArenaBuffer
 from loraplex_services.worker.layers.ropes import Ropes
 from loraplex_services.worker.types.extents import Extents, extent_lengths
-from loraplex_services.worker.types.own_rope import BaseRopes, own_ropes
+from loraplex_services.worker.types.own_rope import own_ropes
 from loraplex_services.worker.types.runner_protocol import Copied
 
 
@@ -55,22 +55,20 @@ class AdapterLoader:
         arena: ArenaBuffer,
         packer: Packer,
         ropes: Ropes,
-        base_ropes: BaseRopes,
         host: PinnedCache | None,
         executors: tuple[Executor, Executor] | None,
     ) -> None:
         """
         Args:
-            ropes: of the model, with a row reserved for each slot; an adapter's own rope is made
-                from `base_ropes`.
+            ropes: of the model, with a row reserved for each slot.
             host: what copies go through; None = from the page cache straight into the arena.
             executors: for copies and for packing, one thread each; None = threads of its own.
         """
         self.table = AdapterTable(arena)
+        self.layout = packer.layout
         self._arena = arena
         self._packer = packer
         self._ropes = ropes
-        self._base_ropes = base_ropes
         self._host = host
         copying, packing = executors or (
             ThreadPoolExecutor(1, "copy adapters"),
@@ -109,7 +107,7 @@ class AdapterLoader:
         """Enter what was copied under `slot`, which is not in use. On the engine's thread."""
         self.table.enter(slot, copied.index, copied.first_pages)
         if scaling := copied.facts.rope_scaling:
-            self._ropes.enter(slot, own_ropes(self._base_ropes, parse(scaling)))
+            self._ropes.enter(slot, own_ropes(self.layout.ropes, parse(scaling)))
 
     def unload(self, slot: int) -> None:
         """Take `slot` out of the tables; its pages may be reused at once."""

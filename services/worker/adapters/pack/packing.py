@@ -85,7 +85,7 @@ class Packer:
         self, geometry: Geometry, layout: AdapterLayout, base: BaseValues | None = None
     ) -> None:
         self._reader = AdapterReader(geometry, layout.sites, layout.max_rank)
-        self._layout = layout
+        self.layout = layout
         self._base = base
         self.fingerprint = layout.fingerprint
         self._ranks = layout.ranks
@@ -101,7 +101,7 @@ class Packer:
             InvalidAdapter: not for this base, over the rank limit, or not finite.
             NeedsBase: there is no `base` and the adapter needs it.
         """
-        [image] = self._pack(folder, [(self._layout, self.fingerprint)])
+        [image] = self._pack(folder, [(self.layout, self.fingerprint)])
         return image
 
     def write(self, folder: Path) -> int:
@@ -134,9 +134,9 @@ class Packer:
                     value = self._packed(part, plan.site_id, changed, file.read)
                     for image in takers:
                         image.put(plan, part, value)
-        facts = _facts_of(packed.plans, report.config, self._layout.ropes)
+        facts = _facts_of(packed.plans, report.config, self.layout.ropes)
         images = [image.build(facts) for image in packed.images]
-        self._last = None if row_ids or self._layout.int8 else packed
+        self._last = None if row_ids or self.layout.int8 else packed
         return images
 
     def _planned(
@@ -150,13 +150,13 @@ class Packer:
         if last is not None and last.report is report and not row_ids:
             if last.fingerprints == fingerprints:
                 return replace(last, images=[image.again() for image in last.images])
-        sizes = ItemBytes(self._lora_bytes, itemsize(self._layout.dtype))
-        plans = plan_sites(report.modules, self._layout.sites, sizes, row_ids)
+        sizes = ItemBytes(self._lora_bytes, itemsize(self.layout.dtype))
+        plans = plan_sites(report.modules, self.layout.sites, sizes, row_ids)
         images = [ImageBuilder(plans, *layout, row_ids) for layout in layouts]
         return _Packed(report, fingerprints, plans, images)
 
     def _lora_bytes(self, info: TensorInfo, site_kind: str) -> int:
-        return itemsize(self._layout.lora_dtype(info.dtype, site_kind))
+        return itemsize(self.layout.lora_dtype(info.dtype, site_kind))
 
     def _changed(self, modules: Sequence[AdapterModule], read: Read) -> dict[str, ChangedRows]:
         found: dict[str, ChangedRows] = {}
@@ -170,7 +170,7 @@ class Packer:
         return found
 
     def _is_head(self, module: AdapterModule) -> bool:
-        sites = self._layout.sites
+        sites = self.layout.sites
         return sites.sites[sites.modules[module.name].site_id].kind == HEAD
 
     def _packed(
@@ -178,7 +178,7 @@ class Packer:
     ) -> Values | Integers:
         """The whole value of a part, in the type that it is packed in."""
         if part.role is Role.ROWS:
-            return changed[part.module.name].rows.to(self._layout.dtype)
+            return changed[part.module.name].rows.to(self.layout.dtype)
         value = self._value(part, site_id, read)
         if part.matrix.itemsize == itemsize("I8"):
             return Integers(*value.to_int8())
@@ -186,7 +186,7 @@ class Packer:
 
     def _value(self, part: Part, site_id: int, read: Read) -> Values:
         """The matrix to be packed, in the type to be packed in, unless that is an integer."""
-        module, kind = part.module, self._layout.sites.sites[site_id].kind
+        module, kind = part.module, self.layout.sites.sites[site_id].kind
         if part.role is Role.A:
             stacked = self._matrix(module.embedding_a or module.a, kind == EMBEDDING, kind, read)
             return stacked if module.expert is None else _a_of_expert(stacked, module)
@@ -205,7 +205,7 @@ class Packer:
     ) -> Values:
         assert info is not None, "the plan asked for it"
         value = read(info)
-        if (dtype := self._layout.lora_dtype(info.dtype, site_kind)) != "I8":
+        if (dtype := self.layout.lora_dtype(info.dtype, site_kind)) != "I8":
             value = value.to(dtype)
         if value.dtype != info.dtype:
             check_finite(value, info.name)
