@@ -27,20 +27,17 @@ SHARED_FIELDS = frozenset(
 _FUNCTION = re.compile(r"(tools\[\d+\])\.function\b")
 
 
-def parse_as_chat(
-    fields: dict[str, Any], origin: Origin, names: Mapping[str, str], function: str
-) -> OpenAICall:
+def parse_as_chat(fields: dict[str, Any], origin: Origin, names: Mapping[str, str]) -> OpenAICall:
     """A chat's call from a chat's body.
 
     Args:
-        names: what the caller calls fields of chat.
-        function: what follows `tools[i]` where the caller describes a function.
+        names: what the caller calls fields of chat. It describes a function in `tools[i]` itself.
 
     Raises: InvalidRequest, Unsupported, with the caller's names.
     """
 
     def named(field: str) -> str:
-        return names.get(field, _FUNCTION.sub(rf"\1{function}", field))
+        return names.get(field, _FUNCTION.sub(r"\1", field))
 
     try:
         call = parse_chat(fields, origin)

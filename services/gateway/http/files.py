@@ -35,7 +35,7 @@ from loraplex_services.gateway.http.body import Body
 from loraplex_services.gateway.http.multipart import Form, read_form
 from loraplex_services.gateway.http.pages import (
     check_parameters,
-    choice_of,
+    is_newest_first,
     limit_of,
     page_of,
 )
@@ -99,7 +99,7 @@ class FileEndpoints:
         query = request.query_params
         check_parameters(query, ("after", "limit", "order", "purpose"))
         limit = limit_of(query, _MAX_LIMIT, _MAX_LIMIT)
-        newest_first = choice_of(query, "order", ("desc", "asc")) == "desc"
+        newest_first = is_newest_first(query)
         keys = await self._files.documents(caller.tenant)
         await self._context.looked_at(caller, len(keys))
         if newest_first:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping
 from contextlib import aclosing
 from typing import Generic, Literal, TypedDict, TypeVar
 
@@ -28,11 +28,11 @@ def check_parameters(query: Mapping[str, str], known: Collection[str]) -> None:
             raise InvalidRequest.field(name, "", "this parameter is unknown or not served")
 
 
-def choice_of(query: Mapping[str, str], name: str, options: Sequence[str]) -> str:
-    """A parameter; the first option by default. Raises: InvalidRequest."""
-    if (value := query.get(name, options[0])) not in options:
-        raise InvalidRequest.field(name, value, f"must be {' or '.join(options)}")
-    return value
+def is_newest_first(query: Mapping[str, str]) -> bool:
+    """Whether a list is asked for in this order, the default. Raises: InvalidRequest."""
+    if (value := query.get("order", "desc")) not in ("desc", "asc"):
+        raise InvalidRequest.field("order", value, "must be desc or asc")
+    return value == "desc"
 
 
 def limit_of(query: Mapping[str, str], default: int, most: int) -> int:

@@ -177,18 +177,18 @@ class LoadHistory:
         now_s, step_s = self._now(), RANGES[_FINEST].step_s
         oldest = int(now_s // step_s) - _RECENT_STEPS + 1
         steps = [step for step in self._steps[_FINEST] if step.number >= oldest]
-        first_tokens = _percentiles(_sum(step.first_tokens for step in steps), (0.5, 0.95))
-        durations = _percentiles(_sum(step.durations for step in steps), (0.5, 0.95))
+        first_tokens = _sum(step.first_tokens for step in steps)
+        durations = _sum(step.durations for step in steps)
         return RecentLoad(
             window_s=now_s - max(oldest * step_s, self._begin_s),
             requests=sum(step.requests for step in steps),
             failures=dict(_sum(step.failures for step in steps)),
             prompt_tokens=sum(step.prompt_tokens for step in steps),
             generated_tokens=sum(step.ended_tokens for step in steps),
-            first_token_p50_s=first_tokens[0] or 0.0,
-            first_token_p95_s=first_tokens[1] or 0.0,
-            duration_p50_s=durations[0] or 0.0,
-            duration_p95_s=durations[1] or 0.0,
+            first_token_p50_s=_percentile(first_tokens, 0.5) or 0.0,
+            first_token_p95_s=_percentile(first_tokens, 0.95) or 0.0,
+            duration_p50_s=_percentile(durations, 0.5) or 0.0,
+            duration_p95_s=_percentile(durations, 0.95) or 0.0,
             models=_models(steps, "" if tenant is None else f"{tenant}/"),
         )
 
@@ -228,15 +228,14 @@ class LoadHistory:
         end_s = min((step.number + 1) * step_s, now_s)
         # A step that has just begun is too short for a rate.
         lasted_s = max(end_s - begin_s, SAMPLE_S)
-        p50_s, p95_s = _percentiles(step.first_tokens, (0.5, 0.95))
         return Point(
             age_s=now_s - (begin_s + end_s) / 2,
             prompt_tokens_per_s=step.prompt_tokens / lasted_s,
             generated_tokens_per_s=step.generated_tokens / lasted_s,
             served_per_s=step.served / lasted_s,
             failed_per_s=step.failures.total() / lasted_s,
-            first_token_p50_s=p50_s,
-            first_token_p95_s=p95_s,
+            first_token_p50_s=_percentile(step.first_tokens, 0.5),
+            first_token_p95_s=_percentile(step.first_tokens, 0.95),
             running=step.running,
             waiting=step.waiting,
         )
@@ -269,15 +268,11 @@ def _bin_of(seconds: float) -> int:
     return math.floor(math.log(max(seconds, 1e-6)) / _BIN)
 
 
-def _percentiles(bins: Counter[int], shares: Sequence[float]) -> list[float | None]:
-    """The middle of the bin of each percentile, which is within 5 percent; None without counts."""
-    found: list[float | None] = []
-    for share in shares:
-        wanted, so_far, value = math.ceil(share * bins.total()), 0, None
-        for time_bin in sorted(bins):
-            so_far += bins[time_bin]
-            if so_far >= wanted:
-                value = math.exp((time_bin + 0.5) * _BIN)
-                break
-        found.append(value)
-    return found
+def _percentile(bins: Counter[int], share: float) -> float | None:
+    """The middle of a percentile's bin, which is within 5 percent; None without counts."""
+    wanted, so_far = math.ceil(share * bins.total()), 0
+    for time_bin in sorted(bins):
+        so_far += bins[time_bin]
+        if so_far >= wanted:
+            return math.exp((time_bin + 0.5) * _BIN)
+    return None

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import grpc
 
@@ -43,7 +44,8 @@ class _Shown:
     several times."""
 
     base: WorkerView
-    own: tuple[bool, int, int, bool, frozenset[str]] | None
+    own: dict[str, Any]
+    """The fields that differ from `base`."""
     view: WorkerView
 
 
@@ -72,7 +74,7 @@ class WorkerLink:
         self._session: WorkerSession | None = None
         self._last_message_s = 0.0
         self._view = WorkerView(worker_id=address, address=address, base_id="")
-        self._shown = _Shown(self._view, None, self._view)
+        self._shown = _Shown(self._view, {}, self._view)
 
     def _open(self, address: str) -> None:
         self._channel_version = self._channels.version
@@ -85,26 +87,16 @@ class WorkerLink:
         if session is None:
             return self._view
         silent_s = now_s() - self._last_message_s
-        own = (
-            session.is_open,
-            session.in_flight,
-            session.in_flight_tokens,
-            session.in_flight > 0 and silent_s > STALE_S,
-            session.adapters,
-        )
-        known = self._shown
-        if known.base is not self._view or known.own != own:
-            connected, in_flight, in_flight_tokens, stale, asked = own
-            view = replace(
-                self._view,
-                connected=connected,
-                in_flight=in_flight,
-                in_flight_tokens=in_flight_tokens,
-                stale=stale,
-                asked=asked,
-            )
-            known = self._shown = _Shown(self._view, own, view)
-        return known.view
+        own: dict[str, Any] = {
+            "connected": session.is_open,
+            "in_flight": session.in_flight,
+            "in_flight_tokens": session.in_flight_tokens,
+            "stale": session.in_flight > 0 and silent_s > STALE_S,
+            "asked": session.adapters,
+        }
+        if self._shown.base is not self._view or self._shown.own != own:
+            self._shown = _Shown(self._view, own, replace(self._view, **own))
+        return self._shown.view
 
     def submit(self, job: WorkerJob) -> TokenStream:
         """Start a job. Raises: Unavailable if the worker is not connected."""

@@ -15,10 +15,9 @@ class _Failure:
 
 
 class Backoff:
-    """Failures by key, each with a pause that doubles from `base_s` to `max_s`."""
+    """Failures by key, each with a pause that doubles from one second to `max_s`."""
 
-    def __init__(self, base_s: float = 1.0, max_s: float = 60.0, max_keys: int = 10_000) -> None:
-        self._base_s = base_s
+    def __init__(self, max_s: float = 60.0, max_keys: int = 10_000) -> None:
         self._max_s = max_s
         self._max_keys = max_keys
         self._failures: dict[str, _Failure] = {}
@@ -27,7 +26,7 @@ class Backoff:
         """Note a failure. The next attempt is refused until the pause is over."""
         past = self._failures.pop(key, None)
         attempts = past.attempts + 1 if past else 1
-        pause_s = min(self._max_s, self._base_s * 2.0 ** min(attempts - 1, 30))
+        pause_s = min(self._max_s, 2.0 ** min(attempts - 1, 30))
         self._failures[key] = _Failure(error, attempts, now + pause_s)
         while len(self._failures) > self._max_keys:
             del self._failures[next(iter(self._failures))]

@@ -5,7 +5,7 @@ from loraplex_services.worker.cache.backoff import Backoff
 
 
 def test_the_pause_doubles_up_to_its_maximum() -> None:
-    backoff = Backoff(base_s=1.0, max_s=5.0)
+    backoff = Backoff(max_s=5.0)
     for now, pause_s in ((0.0, 1.0), (10.0, 2.0), (20.0, 4.0), (30.0, 5.0)):
         backoff.record("a", DataLoss("bytes differ"), now)
         assert backoff.blocked("a", now + pause_s - 0.01) is not None

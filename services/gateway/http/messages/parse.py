@@ -67,7 +67,7 @@ def parse_messages(fields: dict[str, Any], origin: Origin, *, generates: bool = 
         "user": _user(body.inner("metadata")),
     }
     body.finish()
-    return parse_as_chat(chat, origin, _NAMES, "")
+    return parse_as_chat(chat, origin, _NAMES)
 
 
 def _messages(system: Any, messages: Any) -> list[dict[str, Any]]:

@@ -22,7 +22,7 @@ from loraplex_services.gateway.http.calls import origin_of
 from loraplex_services.gateway.http.json_body import LargeBodies, read_json
 from loraplex_services.gateway.http.pages import (
     check_parameters,
-    choice_of,
+    is_newest_first,
     limit_of,
     page_body,
 )
@@ -116,7 +116,7 @@ class ResponsesEndpoints:
         await self._wait(request, caller, len(stored.items))
         query = request.query_params
         items = json.loads(stored.items)
-        if choice_of(query, "order", ("desc", "asc")) == "desc":
+        if is_newest_first(query):
             items.reverse()
         ids = [item["id"] for item in items]
         if after := query.get("after"):

@@ -114,7 +114,7 @@ def parse_responses(
         raise Unsupported.field(name, "", "logprobs are not served together with tools")
     body.finish()
     return ResponsesCall(
-        chat=parse_as_chat(chat, origin, _NAMES, ""),
+        chat=parse_as_chat(chat, origin, _NAMES),
         items=tuple(items),
         previous_id=previous_id,
         stores=stores,
