@@ -80,7 +80,7 @@ def assemble(
     inspector = Inspector(store, bases, scans, Validations())
     uploads = Uploads(store, scans)
     blobs = Blobs(store, uploads)
-    staging = Staging(store, catalog, tags, versions, audit)
+    staging = Staging(store, catalog, tags)
     publisher = Publisher(
         store,
         catalog,

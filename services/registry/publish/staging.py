@@ -16,9 +16,8 @@ from loraplex.api.registry import TagTarget
 from loraplex.errors import AdapterNotFound, Conflict, NotCertified
 from loraplex_services.common import documents
 from loraplex_services.common.objects import ObjectStore
-from loraplex_services.registry.access.audit import REGISTRY, Audit
+from loraplex_services.registry.access.audit import REGISTRY
 from loraplex_services.registry.index.catalog import Catalog
-from loraplex_services.registry.index.versions import Versions
 from loraplex_services.registry.publish.tags import (
     TagAddress,
     Tags,
@@ -42,8 +41,6 @@ class Staging:
     store: ObjectStore
     catalog: Catalog
     tags: Tags
-    versions: Versions
-    audit: Audit
 
     async def begin(
         self,
@@ -136,18 +133,11 @@ class Staging:
         action_of: Callable[[TagRecord], str],
         actor: str,
     ) -> TagRecord:
-        """Change a tag, and record what `action_of(tag)` says of the result in the audit log."""
+        """Change a tag, and record `action_of(tag)` of the result in the audit log."""
         operation = await self.catalog.note_pending(address.scope)
         record = await documents.change(self.store, address.key, TagRecord, step)
         assert record is not None, "a stage writes a tag or finds one"
-        targets = record.pending or record.targets
-        details = {"targets": describe(targets), "generation": str(record.generation)}
-        digest = targets[0].digest if targets else ""
-        await self.audit.write(
-            actor, address.tenant, action_of(record), str(address), digest=digest, details=details
-        )
-        items = await self.versions.items_of_tag(record)
-        await self.catalog.apply(address.scope, items, operation=operation)
+        await self.tags.note(address, record, action_of(record), actor, operation)
         return record
 
 

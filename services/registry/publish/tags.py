@@ -203,16 +203,34 @@ class Tags:
             raise
         assert record is not None, "choose returned targets"
         record = await self._without_deleted_targets(address, record, mover)
-        details = {"targets": describe(record.targets), "generation": str(record.generation)}
+        await self.note(address, record, action, mover, operation, reason)
+        return record
+
+    async def note(
+        self,
+        address: TagAddress,
+        record: TagRecord,
+        action: str,
+        actor: str,
+        operation: str,
+        reason: str = "",
+    ) -> None:
+        """Record a change of a tag in the audit log and the index.
+
+        Args:
+            operation: what `Catalog.note_pending` returned before the change.
+            reason: what the caller gave; "" = none.
+        """
+        targets = record.pending or record.targets
+        details = {"targets": describe(targets), "generation": str(record.generation)}
         if reason:
             details["reason"] = reason
-        digest = record.targets[0].digest if record.targets else ""
+        digest = targets[0].digest if targets else ""
         await self.audit.write(
-            mover, address.tenant, action, str(address), digest=digest, details=details
+            actor, address.tenant, action, str(address), digest=digest, details=details
         )
         items = await self.versions.items_of_tag(record)
         await self.catalog.apply(address.scope, items, operation=operation)
-        return record
 
     async def _without_deleted_targets(
         self, address: TagAddress, record: TagRecord, mover: str
