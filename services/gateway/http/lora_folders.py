@@ -123,8 +123,8 @@ class LoraFolders:
 
 
 def _may_publish(caller: Caller) -> bool:
-    is_limited = caller.key_id not in SERVICE_KEY_IDS
-    return not is_limited or bool(caller.scopes & {"publisher", "admin", "root"})
+    is_service = caller.key_id in SERVICE_KEY_IDS
+    return is_service or bool(caller.scopes & {"publisher", "admin", "root"})
 
 
 def _without_path(error: LoraplexError, path: Path) -> LoraplexError:
