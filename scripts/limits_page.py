@@ -47,7 +47,7 @@ Templates, tokenizer files, grammars and headers that tenants send are processed
 processes with a memory limit (of the address space) and a time limit. Tenants get these processes
 in rotation, and no tenant holds all of them at the same time. An adapter's template or a grammar
 that ran out of time is refused for 30 seconds without another attempt. The registry's own process
-validates configs and headers of up to 64 KiB.
+validates headers of up to 64 KiB whose configs have at most 4 KiB and no regular expressions.
 
 """
 

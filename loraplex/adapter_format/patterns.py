@@ -8,7 +8,7 @@ run on our bounded matcher; plain names, which cannot backtrack, run on `re`.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -43,6 +43,16 @@ DEFAULT_TARGETS: dict[str, tuple[str, ...]] = {
     "qwen3": ("q_proj", "v_proj"),
 }
 """The modules that PEFT targets when the config names none."""
+
+
+def has_expressions(fields: Mapping[str, object]) -> bool:
+    """Whether a config, which may be wrong, selects modules by regular expressions."""
+    targets = (fields.get(field) for field in ("target_modules", "exclude_modules"))
+    if any(isinstance(value, str) and value.lower() != ALL_LINEAR for value in targets):
+        return True
+    maps = (fields.get(field) for field in ("rank_pattern", "alpha_pattern"))
+    keys = (key for value in maps if isinstance(value, dict) for key in value)
+    return not all(map(PLAIN_NAME.fullmatch, keys))
 
 
 @dataclass(frozen=True, slots=True)

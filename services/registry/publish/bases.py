@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from loraplex.adapter_format import AdapterConfig
 from loraplex.errors import (
     AlreadyExists,
     DataLoss,
@@ -110,7 +109,7 @@ class Bases:
         return bases
 
     async def choose(
-        self, wanted: str, config: AdapterConfig, known: Sequence[BaseRecord] = ()
+        self, wanted: str, named: str, known: Sequence[BaseRecord] = ()
     ) -> tuple[BaseRecord, list[Violation]]:
         """Choose the base of an adapter; returns it, with its geometry, and warnings about the
         choice.
@@ -119,13 +118,13 @@ class Bases:
         only one known.
 
         Args:
+            named: `base_model_name_or_path` of the config; may be empty.
             known: what `check_upload` has just returned; empty = not asked.
 
         Raises:
             Unavailable: no base is known yet.
             InvalidAdapter: none of several fits; lists them.
         """
-        named = config.base_model_name_or_path or ""
         bases = list(known) or await self.summaries()
         chosen = _chosen(bases, wanted, named)
         if chosen is None:  # The index may lack a base.

@@ -17,11 +17,12 @@ from loraplex.adapter_format import (
     Report,
     core_manifest,
     digest_of,
-    parse_config,
     prefix_bytes,
 )
+from loraplex.adapter_format.config import MAX_CONFIG_BYTES
 from loraplex.adapter_format.safetensors_header import LENGTH_BYTES
 from loraplex.adapter_format.serving_fields import GENERATION_FILE, complete_config
+from loraplex.adapter_format.strict_json import read_object
 from loraplex.adapter_format.tensor_scan import TensorScan, warnings_of_zeros
 from loraplex.errors import DataLoss, InvalidAdapter, Violation
 from loraplex_services.common.objects import ObjectStore, Segment, read_chunks
@@ -148,8 +149,8 @@ class Inspector:
         """Validate config and header against the base that the adapter is for."""
         size = next((file.size for file in files if file.path == TENSOR_FILE), len(header_bytes))
         is_small = len(config_bytes) <= _SMALL_CONFIG_BYTES
-        config = await _run(partial(parse_config, config_bytes), is_small=is_small)
-        base, warnings = await self.bases.choose(wanted.base_id, config, wanted.bases)
+        named = await _run(partial(_base_name, config_bytes), is_small=is_small)
+        base, warnings = await self.bases.choose(wanted.base_id, named, wanted.bases)
         job = ValidationJob(
             config_bytes,
             header_bytes,
@@ -165,6 +166,16 @@ class Inspector:
         found = (*report.warnings, *warnings)
         _refuse_if_strict(found, wanted.strict)
         return base, report, header, found
+
+
+def _base_name(config_bytes: bytes) -> str:
+    """`base_model_name_or_path` of a config, which may be wrong in all other fields: to read its
+    expressions can take seconds.
+
+    Raises: InvalidAdapter if it is no JSON object.
+    """
+    name = read_object(config_bytes, CONFIG_FILE, MAX_CONFIG_BYTES).get("base_model_name_or_path")
+    return name if isinstance(name, str) else ""
 
 
 def _refuse_if_strict(warnings: Sequence[Violation], strict: bool) -> None:

@@ -1,15 +1,16 @@
-"""Large headers are validated in processes of their own."""
+"""Large headers and costly configs are validated in processes of their own."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import AsyncIterator
 from dataclasses import replace
 
 import pytest
 
-from loraplex.adapter_format import File
+from loraplex.adapter_format import File, Header, Report
 from loraplex.adapter_format.safetensors_header import MAX_TENSORS
 from loraplex.errors import InvalidAdapter
 from loraplex_services.common.limits import VALIDATIONS
@@ -93,6 +94,59 @@ async def test_large_headers_of_one_tenant_do_not_delay_the_validations_of_anoth
     for task in slow:
         task.cancel()
     await asyncio.gather(*slow, return_exceptions=True)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"target_modules": ".*(q_proj|v_proj)"},
+        {"exclude_modules": ".*visual.*"},
+        {"rank_pattern": {"(?=.*)no_proj": 8}},
+        {"alpha_pattern": {"(?=.*)no_proj": 8}},
+        {"rank_pattern": {f"q{n:04}": 8 for n in range(500)}},
+    ],
+    ids=["targets", "excluded", "ranks", "alphas", "many"],
+)
+async def test_configs_that_are_costly_to_match_do_not_run_in_the_registrys_own_process(
+    validations: Validations, monkeypatch: pytest.MonkeyPatch, fields: dict[str, object]
+) -> None:
+    header = tensor_file(good_tensors(), {"format": "pt"})
+    config = json.dumps(good_config() | fields).encode()
+    costly = replace(job(header), config_bytes=config)
+    expected = costly.run()
+    monkeypatch.setattr(ValidationJob, "run", None)
+    assert await validations.check("globex", costly) == expected
+    with pytest.raises(TypeError):  # a quick one does
+        await validations.check("globex", replace(costly, config_bytes=config_of_names()))
+
+
+def config_of_names() -> bytes:
+    return json.dumps(good_config() | {"target_modules": ["q_proj", "v_proj"]}).encode()
+
+
+async def test_quick_validations_of_one_tenant_leave_a_thread_to_another(
+    validations: Validations, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quick = replace(job(tensor_file(good_tensors(), {})), config_bytes=config_of_names())
+    expected, may_end, globex = quick.run(), threading.Event(), 64
+
+    def run(asked: ValidationJob) -> tuple[Report, Header]:
+        if asked.max_rank == globex:
+            may_end.wait(10)
+        return expected
+
+    monkeypatch.setattr(ValidationJob, "run", run)
+    others = [
+        asyncio.create_task(
+            validations.check("globex", replace(quick, max_rank=globex, base_names=(str(n),)))
+        )
+        for n in range(3)
+    ]
+    await asyncio.sleep(0)
+    assert await validations.check("acme", quick) == expected
+    assert not any(task.done() for task in others)
+    may_end.set()
+    await asyncio.gather(*others)
 
 
 async def test_a_header_that_takes_too_long_is_refused() -> None:
