@@ -77,8 +77,7 @@ class Lookup:
         with this content, or where it was published for several bases, the newest for the first.
 
         Args:
-            to_change: whether the caller changes something about the version. It then has to say
-                which one, where the content was published for several bases.
+            to_change: refuse a digest whose content was published for several bases.
 
         Raises:
             AdapterNotFound: there is none, or another tenant's private one.
@@ -87,13 +86,14 @@ class Lookup:
         kind, selector = _selector(ref)
         found = await self._found(ref.tenant, ref.name, kind, selector)
         is_visible = access.may_see(ref.tenant, found.adapter)
-        if ref.digest is not None and found.versions and is_visible:
-            # The index has one version of each content; there may be others.
-            found = await self._found(ref.tenant, ref.name, "live")
-            is_visible = access.may_see(ref.tenant, found.adapter)
-            if to_change and is_visible:
-                _check_one_base(found, ref)
         version = _selected(found, ref, split_key)
+        has_others = found.has_more or (version is None and ref.digest and found.versions)
+        if has_others and is_visible:
+            found = await self._found(ref.tenant, ref.name, "live")
+            version = _selected(found, ref, split_key)
+            is_visible = access.may_see(ref.tenant, found.adapter)
+        if to_change and is_visible:
+            _check_one_base(found, ref)
         if is_visible:  # What is hidden may not be told from what is missing.
             note_read.get()(found.num_documents)
         if version is None or not is_visible:
@@ -270,9 +270,9 @@ def _of_content(found: Found, digest: str) -> list[VersionRecord]:
 
 
 def _check_one_base(found: Found, ref: Ref) -> None:
-    """Raises InvalidRequest if the content that a reference names is there for several bases."""
-    assert ref.digest is not None, "asked for references by digest"
-    newest = {record.base_id: record.version for record in _of_content(found, ref.digest)}
+    """Raises InvalidRequest if the content that a digest names is there for several bases."""
+    same = _of_content(found, ref.digest or "")
+    newest = {record.base_id: record.version for record in same}
     if len(newest) > 1:
         shown = ", ".join(f"v{number} for {base_id}" for base_id, number in newest.items())
         raise InvalidRequest.field(

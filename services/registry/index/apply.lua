@@ -130,6 +130,11 @@ local function apply(change)
         if item.generation == 1 then
           if not item.expires_s or item.expires_s == 0 then redis.call('HSET', key, 'lasting', 1) end
           count_use(item, 1)
+          -- m:<digest> says that several versions have had this content.
+          local known = redis.call('HGET', key, 'd:' .. item.digest)
+          if known and known ~= string.format('%d', item.number) then
+            redis.call('HSET', key, 'm:' .. item.digest, 1)
+          end
           redis.call('HSET', key, 'd:' .. item.digest, item.number)
           redis.call('PERSIST', key)
           redis.call('PERSIST', ns .. 't:' .. change.scope)

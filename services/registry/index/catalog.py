@@ -14,9 +14,9 @@ empty or behind. All keys, without their prefix `loraplex:`:
     <epoch>:event_bytes      size of these events
     <epoch>:names            ZSET of scopes with a live version, ordered by name
     <epoch>:shared           ZSET of those of them that other tenants may see
-    <epoch>:a:<scope>        HASH v<number> -> version, d:<digest> -> number, adapter, newest and
-                             p<number> (see apply.lua), count and highest of all numbers, live (how
-                             many are not deleted), and lasting if a version is or was not ephemeral
+    <epoch>:a:<scope>        HASH v<number> -> version, d:<digest> -> number, m:<digest>, newest and
+                             p<number> (see apply.lua), adapter, count and highest of all numbers,
+                             live (how many are not deleted), lasting if one is or was not ephemeral
     <epoch>:t:<scope>        HASH tag -> tag
                              (both end some time after the last of ephemeral versions only)
     <epoch>:staged           ZSET of "<tag> <scope>" by the time that its staged move ends
@@ -175,7 +175,8 @@ class Catalog:
         `live` selects versions that are not deleted, `all` every version, `newest` some live ones
         and some tags (its selector says how many), and `adapter` neither versions nor tags."""
         if kind not in ("live", "all"):
-            return (await self._lookups.ask((scope, kind, selector)))[0]
+            found, more = await self._lookups.ask((scope, kind, selector))
+            return dataclasses.replace(found, has_more=more != _NOWHERE)
         found, after = await self._lookups.ask((scope, kind, _NOWHERE))
         versions = [*found.versions]
         while after != _NOWHERE:  # Redis does nothing else while it reads; there may be 10,000.

@@ -19,6 +19,9 @@ class Found:
     versions: tuple[VersionRecord, ...]
     """Ordered by number."""
     adapter: AdapterRecord | None
+    has_more: bool = False
+    """Whether other versions have had the digest that was asked for. Indexes of earlier builds do
+    not say it."""
 
     @property
     def num_documents(self) -> int:

@@ -4,7 +4,8 @@
 -- 'newest' | 'live' | 'all'), selector. That of the last two is '0', or what a further part begins after.
 -- Live versions have generation 1.
 -- Returns {epoch, sequence, {{tags, versions, adapter, what the next part begins after or '0'}...}}, or false
--- where there is no index or it is behind that position. Values are '<generation> <document>'.
+-- where there is no index or it is behind that position. Values are '<generation> <document>'. A digest has one
+-- version, and in place of the next part '1' where others have had it as well.
 local epoch = redis.call('GET', KEYS[1] .. 'epoch')
 if not epoch then return false end
 local sequence = tonumber(redis.call('GET', KEYS[1] .. epoch .. ':seq') or '0')
@@ -36,6 +37,7 @@ local function found(scope, kind, selector)
   elseif kind == 'digest' then
     local number = redis.call('HGET', key, 'd:' .. selector)
     if number then add(number) end
+    if redis.call('HEXISTS', key, 'm:' .. selector) == 1 then following = '1' end
   elseif kind == 'newest' then
     local newest = tonumber(redis.call('HGET', key, 'newest') or '0')
     for number = newest, math.max(1, newest - 99), -1 do

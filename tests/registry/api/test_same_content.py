@@ -10,7 +10,10 @@ import pytest
 
 from loraplex.client.registry_client import RegistryClient
 from loraplex.errors import InvalidRequest
+from loraplex.refs import Ref
 from loraplex.v1 import registry_pb2 as pb
+from loraplex_services.common.callers import note_read
+from loraplex_services.registry.access.permissions import EVERYTHING
 from tests.registry.conftest import ServedRegistry
 from tests.registry.house import adapter_files, opened, publish, tiny_base, upload
 
@@ -39,6 +42,24 @@ async def test_a_digest_keeps_the_base_that_it_was_published_for_first(
         await served.registry.indexer.rebuild()
         assert (await served.client.get(ref)).version.version == number
         await served.client.delete(f"sql:v{number}")
+
+
+async def test_a_look_up_by_digest_reads_one_version_unless_several_have_had_it(
+    served: ServedRegistry,
+) -> None:
+    num_read: list[int] = []
+    note_read.set(num_read.append)
+    digests = [
+        (await publish(served.registry, "sql", seed, latest=False)).version.digest
+        for seed in (1, 2, 3)
+    ]
+    ref = Ref("default", "sql", digest=digests[1])
+    await served.registry.lookup.resolve(ref, EVERYTHING)
+    assert num_read.pop() == 1
+    await served.registry.bases.register(tiny_base(TWIN), replace=False)
+    await publish(served.registry, "sql", 2, latest=False, base_id=TWIN)
+    await served.registry.lookup.resolve(ref, EVERYTHING)
+    assert num_read.pop() == 4
 
 
 def _attach(client: RegistryClient, digest: str) -> Awaitable[Any]:
