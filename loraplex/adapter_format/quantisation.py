@@ -291,7 +291,7 @@ def _targets(group: _Keys) -> tuple[str, ...]:
         try:
             re.compile(target.removeprefix("re:"))
         except re.error as error:
-            raise group.refuse("targets", target, f"is no pattern: {error}") from error
+            raise group.refuse("targets", target, f"is not a valid pattern: {error}") from error
     return tuple(targets)
 
 

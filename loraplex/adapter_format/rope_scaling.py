@@ -196,7 +196,7 @@ def _plain(number: float | bool) -> float | int | bool:
 
 
 def _no_constant(name: str) -> float:
-    raise ValueError(f"{name} is no JSON")
+    raise ValueError(f"{name} is not JSON")
 
 
 def _refused(path: str, value: object, description: str) -> InvalidAdapter:

@@ -24,7 +24,7 @@ def add(commands: Commands) -> None:
 
 
 def _add_keys(commands: Commands) -> None:
-    group = commands.group("keys", "API keys.", "registry keys list")
+    group = commands.group("keys", "Manage API keys.", "registry keys list")
     parser = group.add(
         "create",
         _keys_create,
@@ -65,7 +65,7 @@ def _add_keys(commands: Commands) -> None:
 
 
 def _add_tenants(commands: Commands) -> None:
-    group = commands.group("tenants", "Tenants and their limits.", "registry tenants list")
+    group = commands.group("tenants", "Manage tenants and their limits.", "registry tenants list")
     parser = group.add(
         "set",
         _tenants_set,

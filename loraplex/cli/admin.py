@@ -33,7 +33,7 @@ def add(commands: Commands) -> None:
     parser = commands.add(
         "gc",
         _gc,
-        "Delete the bytes of uploads that were given up, and of versions deleted a week ago.",
+        "Delete the bytes of abandoned uploads, and of versions deleted a week ago or earlier.",
         "registry gc --dry-run",
     )
     parser.add_argument("--dry-run", action="store_true", help="only count what would be deleted")
@@ -44,7 +44,9 @@ def add(commands: Commands) -> None:
 
 
 def _add_bases(commands: Commands) -> None:
-    group = commands.group("base", "Bases that adapters are checked against.", "registry base list")
+    group = commands.group(
+        "base", "Manage the bases that adapters are checked against.", "registry base list"
+    )
     parser = group.add(
         "add",
         _base_add,

@@ -25,7 +25,7 @@ EXAMPLE = "loraplex bench trace --adapters 100 --rate 4 --duration 2m --prepare-
 
 
 def add(commands: Commands) -> None:
-    group = commands.group("bench", "Measure a running stack from outside.", EXAMPLE)
+    group = commands.group("bench", "Send a workload to a running stack, and measure it.", EXAMPLE)
     parser = group.add(
         "trace",
         _trace,

@@ -29,8 +29,8 @@ def add(commands: Commands) -> None:
     parser.add_argument(
         "--follow",
         action="store_true",
-        help="certify every version that was not measured like this, and go on as more are "
-        "published; --tag moves forward only",
+        help="certify every version that has no certificate of this measurement, then every new "
+        "one; --tag moves forward only",
     )
     parser.add_argument(
         "--reference",

@@ -62,7 +62,7 @@ def _add_rollback_and_history(commands: Commands) -> None:
     parser = commands.add(
         "rollback",
         _rollback,
-        "Move a tag back to what it pointed at before.",
+        "Move a tag back to its previous target.",
         "registry rollback acme/support prod",
     )
     _add_name_and_tag(parser)

@@ -58,7 +58,9 @@ def fit_trace(path: Path) -> Fitted:
         name for name in (*STEP_FIELDS, *DRAFT_FIELDS) if any(name not in step for step in steps)
     ]:
         raise InvalidRequest.field(
-            "--fit", path, f"its steps lack {lacking[0]!r}: written by another version, trace again"
+            "--fit",
+            path,
+            f"its steps lack {lacking[0]!r}, because another version wrote it; record it again",
         )
     arena = arenas[-1]
     costs = Costs(block_bytes=arena["block_bytes"], tokens_per_block=arena["tokens_per_block"])

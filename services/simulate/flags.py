@@ -24,7 +24,7 @@ _MAX_RANK = 4096
 EPILOG = """examples:
   loraplex simulate --costs llama-7b@a100-80g --adapters 2000 --ranks S2 --rate 8 --on-disk
   loraplex simulate --costs llama-7b@a10g --adapters 1000000 --workers 1000 --rate 1000 --duration 9
-  # a real run, with work:
+  # with costs that are fitted to a real run:
   LORAPLEX_DEBUG=step-trace=/tmp/steps.jsonl loraplex up --model ./llama-3-8b
   loraplex simulate --fit /tmp/steps.jsonl --save-costs costs.json --adapters 100
   loraplex simulate --costs costs.json --adapters 2000 --ranks S2 --rate 4 --cluster-size 8"""
@@ -87,8 +87,7 @@ def _add_fleet(parser: argparse.ArgumentParser) -> None:
         "--cluster-size",
         type=count,
         default=0,
-        help="number of running adapters from which requests for these go first; 0 = never "
-        "(default: 0)",
+        help="once this many adapters run, serve requests for these first; 0 = never (default: 0)",
     )
     group.add_argument(
         "--max-num-seqs", type=count, default=256, help="requests in one step (default: 256)"

@@ -219,15 +219,19 @@ _FLAGS = {
         ),
         ("--model-impl", "NAME", "model code: auto, native or transformers (default: auto)"),
         ("--tensor-parallel", "N", "number of processes that divide a base (default: 1)"),
-        ("--fully-sharded-loras", None, "divide both matrices of each adapter among them"),
+        (
+            "--fully-sharded-loras",
+            None,
+            "divide both matrices of each adapter among these processes",
+        ),
     ),
     "memory and limits": (
         (
             "--kv-memory",
             "BYTES|PERCENT",
-            "KV cache and adapters: 24MiB, or 85%% of the free memory",
+            "memory for KV cache and adapters, such as 24MiB, or 85%% of the free memory",
         ),
-        ("--lora-memory", "BYTES|PERCENT", "most of that for adapters (default: all of it)"),
+        ("--lora-memory", "BYTES|PERCENT", "largest part of it for adapters (default: all of it)"),
         ("--gpu-memory-utilization", "SHARE", "share of a GPU's memory to use (default: 0.9)"),
         ("--max-model-len", "N", "longest context in tokens (default: that of the base)"),
         ("--max-num-seqs", "N", "largest number of requests in one step (default: 256)"),
@@ -236,7 +240,7 @@ _FLAGS = {
         (
             "--cluster-size",
             "N",
-            "number of running adapters from which their requests go first (default: never)",
+            "once N adapters run, serve requests for these first (default: never)",
         ),
         ("--max-lora-rank", "N", "largest rank that is accepted (default: 256)"),
     ),

@@ -75,8 +75,8 @@ AUTH = choice_setting(
     "LORAPLEX_AUTH",
     "off keys insecure",
     "up registry gateway worker",
-    "`keys` requires an API key of every caller; without, servers listen on loopback only, or "
-    "anywhere with `insecure`.",
+    "`keys` requires an API key from every caller. With `off`, servers listen on loopback only; "
+    "with `insecure`, they may listen anywhere without keys.",
 )
 INSECURE = flag_setting(
     "LORAPLEX_INSECURE", "up", "Allow listening beyond loopback without API keys."
@@ -103,7 +103,7 @@ SERVICE_NAMES: Setting[tuple[str, ...]] = Setting(
     parse_list,
     (),
     "registry worker",
-    "Names in the certificates of services; by default, LORAPLEX_CA's signature is enough.",
+    "Names that certificates of services must have; unset = any, if LORAPLEX_CA signed them.",
 )
 HTTP_CERT = path_setting(
     "LORAPLEX_HTTP_CERT",
@@ -137,8 +137,8 @@ METADATA = text_setting(
 EPHEMERAL_BYTES = bytes_setting(
     "LORAPLEX_EPHEMERAL_BYTES",
     "registry",
-    "Largest size of a tenant's ephemeral adapters, such as those of task ids; those used least "
-    "recently are deleted first; unset = no limit.",
+    "Largest size of a tenant's ephemeral adapters, such as those of task ids; the least recently "
+    "used ones are deleted first; unset = no limit.",
 )
 
 # Gateway: which requests are accepted
@@ -167,7 +167,7 @@ LORA_ROOT = path_setting(
     "LORAPLEX_LORA_ROOT",
     "gateway",
     "Folder from which `/v1/load_lora_adapter` may publish; without it, the call is not served. "
-    "With keys, a tenant publishes from the folder of its name in it.",
+    "With keys, a tenant may publish only from the subfolder that has its name.",
 )
 
 # Worker: the base and how it is computed
@@ -215,8 +215,8 @@ KV_CACHE_DTYPE = choice_setting(
     "LORAPLEX_KV_CACHE_DTYPE",
     "auto float32 bfloat16 float16 int8 fp8",
     "up worker",
-    "Storage of keys and values: `int8`, `fp8`, the dtype of the base, or `auto` = as config.json "
-    "asks, else that dtype.",
+    "Storage of keys and values: `int8`, `fp8` or the dtype of the base; `auto` = as config.json "
+    "asks, otherwise that dtype.",
 )
 CPU_ISA = choice_setting(
     "LORAPLEX_CPU_ISA",
@@ -275,7 +275,8 @@ KV_MEMORY: Setting[Memory] = Setting(
     parse_memory,
     Memory(),
     "up worker",
-    "KV cache and adapters: bytes, or percent of what the base leaves free; unset = auto.",
+    "Memory for KV cache and adapters: bytes, or a percentage of what the base leaves free; "
+    "unset = a size that follows from the device.",
 )
 GPU_MEMORY_UTILIZATION: Setting[float | None] = Setting(
     "LORAPLEX_GPU_MEMORY_UTILIZATION",
@@ -289,7 +290,7 @@ LORA_MEMORY: Setting[Memory] = Setting(
     parse_memory,
     Memory(),
     "up worker",
-    "Most of that memory for adapters: bytes, or percent of it; unset = all that is needed.",
+    "Largest part of LORAPLEX_KV_MEMORY for adapters: bytes, or a percentage of it; unset = all.",
 )
 MAX_LORA_RANK: Setting[int] = Setting(
     "LORAPLEX_MAX_LORA_RANK", integer(1, 4096), 256, "up worker", "Largest rank that is accepted."
@@ -297,7 +298,8 @@ MAX_LORA_RANK: Setting[int] = Setting(
 CACHE_BYTES = bytes_setting(
     "LORAPLEX_CACHE_BYTES",
     "worker",
-    "Largest size of the disk cache; unset = a quarter of the space that is free or its own.",
+    "Largest size of the disk cache; unset = a quarter of the disk space that is free or that "
+    "it uses.",
 )
 HOST_CACHE_BYTES = bytes_setting(
     "LORAPLEX_HOST_CACHE_BYTES",
@@ -327,8 +329,8 @@ MAX_LORAS = count_setting(
 CLUSTER_SIZE = count_setting(
     "LORAPLEX_CLUSTER_SIZE",
     "up worker",
-    "Number of running adapters from which a tenant's requests for these go first, for at most "
-    "30 s; unset = never.",
+    "Once this many adapters run, a tenant's requests for these go first, for at most 30 s; "
+    "unset = never.",
 )
 
 ALL_SETTINGS = tuple(value for value in globals().values() if isinstance(value, Setting))

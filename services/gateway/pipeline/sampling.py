@@ -117,7 +117,9 @@ def check_grammar(grammar: Grammar | None) -> None:
     num_chars = sum(map(len, grammar.texts))
     if num_chars > MAX_GRAMMAR_CHARS:
         raise InvalidRequest.field(
-            "grammar", grammar.form, f"it has {num_chars} characters, at most {MAX_GRAMMAR_CHARS}"
+            "grammar",
+            grammar.form,
+            f"it has {num_chars} characters; send at most {MAX_GRAMMAR_CHARS}",
         )
 
 

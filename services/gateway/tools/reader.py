@@ -172,7 +172,7 @@ def valid_json(text: str) -> str | None:
 
 def _refuse(word: str) -> NoReturn:
     """For NaN and infinities, which `json.loads` takes otherwise."""
-    raise ValueError(f"{word} is no JSON")
+    raise ValueError(f"{word} is not JSON")
 
 
 def settled(text: str, mark: str) -> int:

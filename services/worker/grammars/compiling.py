@@ -100,7 +100,7 @@ def check_size(grammar: Grammar) -> None:
         raise bad_grammar(grammar, f"at most {MAX_OPTIONS} options")
     num_bytes = sum(len(text.encode("utf-8", "surrogatepass")) for text in grammar.texts)
     if num_bytes > MAX_GRAMMAR_BYTES:
-        raise bad_grammar(grammar, f"it has {num_bytes} bytes, at most {MAX_GRAMMAR_BYTES}")
+        raise bad_grammar(grammar, f"it has {num_bytes} bytes; send at most {MAX_GRAMMAR_BYTES}")
 
 
 def bad_grammar(grammar: Grammar, reason: str) -> InvalidRequest:
@@ -141,7 +141,7 @@ def _schema(grammar: Grammar) -> Any:
 
 
 def _no_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON")
+    raise ValueError(f"{name} is not JSON")
 
 
 def _one_of(options: Sequence[str]) -> str:
