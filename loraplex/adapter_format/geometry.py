@@ -95,7 +95,7 @@ class Module:
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """What adapters are checked against."""
+    """The shape of a base, against which adapters are checked."""
 
     model_type: str
     fingerprint: str

@@ -70,7 +70,7 @@ def from_rpc_error(error: grpc.RpcError) -> LoraplexError:
 
 
 def has_details(error: grpc.RpcError) -> bool:
-    """True if a server of ours ended the call, false where the transport did."""
+    """True if a Loraplex server ended the call, false if the transport did."""
     return _status_in_trailers(error) is not None
 
 

@@ -144,7 +144,7 @@ class Published:
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """What an upload would become."""
+    """The result of checking an upload without storing it."""
 
     base_id: str
     max_rank: int
@@ -259,7 +259,7 @@ class ApiKey:
 
 @dataclass(frozen=True, slots=True)
 class Collected:
-    """What a garbage collection did, or would do."""
+    """The results of a garbage collection, or of a dry run."""
 
     deleted_objects: int
     deleted_bytes: int

@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 class SharedWork(Generic[K, T]):
-    """The work in progress, by what it is for."""
+    """Work in progress, by its key."""
 
     def __init__(self) -> None:
         self._tasks: dict[K, asyncio.Task[T]] = {}

@@ -142,7 +142,7 @@ class Gateway:
         return self._grpc
 
     def debug_state(self) -> dict[str, Any]:
-        """What the gateway is doing now, for /debug/state."""
+        """The state of the gateway, for /debug/state."""
         return GatewayState(
             self.readiness.missing,
             self._fleet,

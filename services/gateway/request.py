@@ -79,7 +79,7 @@ class TextRules:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedContent:
-    """What requests need to know of the content of an adapter."""
+    """The facts about an adapter's content that requests need."""
 
     max_rank: int = 0
     text_files: tuple[File, ...] = ()

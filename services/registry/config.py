@@ -13,7 +13,7 @@ from loraplex_services.common.settings import env, switches, variables
 
 @dataclass(frozen=True, slots=True)
 class RegistryConfig:
-    """What a registry process needs to know."""
+    """The settings of a registry process."""
 
     listen: str
     """Address of the gRPC API, HOST:PORT or unix:/path."""

@@ -151,7 +151,7 @@ def snapshot(ulid: str, sha256: str) -> str:
 
 
 def sha256_of_snapshot(key_: str) -> str:
-    """What its content must have."""
+    """The sha256 that the content of a snapshot must have."""
     return key_.rpartition("-")[2].removesuffix(".gz")
 
 

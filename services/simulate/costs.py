@@ -128,7 +128,7 @@ class Costs:
 
     @property
     def page_bytes(self) -> int:
-        """Size of what blocks are divided into."""
+        """The size of a page, a part of a block."""
         return self.block_bytes // count_pages_per_block(self.block_bytes)
 
     def adapter_pages(self, rank: int) -> int:

@@ -28,7 +28,7 @@ _TO_GATE, _TO_WORKER, _BACK_TO_GATE = 0.45, 0.15, 0.25
 
 @dataclass(frozen=True, slots=True)
 class SimulatedFleet:
-    """What the trace is run on."""
+    """The fleet on which a trace is run."""
 
     costs: Costs
     engine: EngineConfig

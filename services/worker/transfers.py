@@ -15,14 +15,16 @@ COPY_ALIGNMENT = 16
 
 
 def to_device(values: Tensor, device: torch.device) -> Tensor:
-    """What the host holds, on `device`."""
+    """A tensor of the host, copied to `device` without waiting."""
     if device.type != "cuda":
         return values
     return values.pin_memory().to(device, non_blocking=True)
 
 
 def to_host(values: Tensor) -> Tensor:
-    """What a device holds, to be read once all that its stream has been given until now is done."""
+    """A tensor of the device, copied to the host. Read it only when the work that its stream has so
+    far is done.
+    """
     if not values.is_cuda:
         return values
     host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
@@ -30,7 +32,7 @@ def to_host(values: Tensor) -> Tensor:
 
 
 def copy_into(target: Tensor, source: Tensor) -> None:
-    """Overwrite `target` with what the host holds."""
+    """Overwrite `target` with a tensor of the host."""
     if target.is_cuda:
         source = source.contiguous().pin_memory()
     target.copy_(source, non_blocking=True)
@@ -44,7 +46,7 @@ class Upload:
         self._tensors: dict[str, Tensor] = {}
 
     def add(self, name: str, array: np.ndarray) -> None:
-        """Take an array along."""
+        """Add an array to the copy."""
         assert name not in self._arrays, name
         self._arrays[name] = np.ascontiguousarray(array)
 

@@ -168,7 +168,7 @@ class ObjectStore(Protocol):
         """Remove an object unless it was written after `modified_s`; say whether it is gone."""
 
     async def clock_s(self) -> float:
-        """The store's own clock, as unix time: the one that sets `modified_s`."""
+        """The time of the store's own clock, which also sets `modified_s`, in unix seconds."""
 
     async def close(self) -> None:
         """Close connections."""

@@ -19,7 +19,7 @@ LEASE_S = 1.0
 
 
 def capacity_of(rate: float) -> float:
-    """What a bucket holds when full: one second's worth, at least one unit."""
+    """The capacity of a bucket: one second's worth, and at least one unit."""
     return max(rate * LEASE_S, 1.0)
 
 
@@ -58,7 +58,7 @@ class Bucket:
 
 @dataclass(slots=True)
 class Lease:
-    """What one gateway holds of a bucket and has not spent."""
+    """The part of a bucket that one gateway holds and has not spent."""
 
     held: float = 0.0
     recent: float = 0.0

@@ -34,7 +34,7 @@ FilePurpose = Literal["batch", "batch_output"]
 
 @dataclass(frozen=True, slots=True)
 class FileRecord:
-    """What a file is."""
+    """The document of a file."""
 
     file_id: str
     tenant: str

@@ -29,7 +29,7 @@ def is_batch_id(text: str) -> bool:
 
 
 def file_documents(tenant: str) -> str:
-    """Prefix of what a tenant's files are."""
+    """Prefix of the documents of a tenant's files."""
     return f"{FILES}{tenant}/documents/"
 
 
@@ -52,7 +52,7 @@ def segment(tenant: str, file_id: str, index: int) -> str:
 
 
 def batch_documents(tenant: str) -> str:
-    """Prefix of what a tenant's batches are."""
+    """Prefix of the documents of a tenant's batches."""
     return f"{BATCHES}{tenant}/documents/"
 
 

@@ -59,7 +59,7 @@ class BatchError:
 
 @dataclass(frozen=True, slots=True)
 class BatchRecord:
-    """What a batch is and how far it is. Times are unix seconds; 0 = not yet."""
+    """The document of a batch, with its progress. Times are unix seconds; 0 = not yet."""
 
     batch_id: str
     tenant: str

@@ -1,4 +1,4 @@
-"""What a gateway is doing, for /debug/state: ids, names, counts and times, without user text."""
+"""The state of a gateway for /debug/state: ids, names, counts and times, without user text."""
 
 from __future__ import annotations
 

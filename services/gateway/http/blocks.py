@@ -9,7 +9,7 @@ from loraplex_services.gateway.tools.reader import Delta, ToolCall
 
 
 class BlockKind(enum.Enum):
-    """What a block is."""
+    """The kind of a block."""
 
     THOUGHT = enum.auto()
     TEXT = enum.auto()
@@ -53,7 +53,7 @@ class AnswerBlocks:
         self._open: Block | None = None
 
     def add(self, delta: Delta) -> list[BlockEvent]:
-        """Add new output. Returns what it does to the blocks."""
+        """Add new output. Returns the changes to the blocks."""
         events = []
         if delta.reasoning:
             events += self._grow(BlockKind.THOUGHT, delta.reasoning)

@@ -1,5 +1,5 @@
-"""Answers that are collected before they are sent, and where large ones are formatted. What they
-may hold: see `pipeline.collected_bytes`.
+"""Answers that are collected before they are sent, and where large ones are formatted. Limits on
+their size: see `pipeline.collected_bytes`.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ _ALIGNMENT = 64
 
 @dataclass(frozen=True, slots=True)
 class RoutingAsked:
-    """What a body says about experts."""
+    """The fields of a body that request experts."""
 
     start: int | None = None
     """First position of the prompt whose experts are returned; None = they are not."""

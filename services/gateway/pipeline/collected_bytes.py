@@ -1,4 +1,4 @@
-"""What answers that are collected before they are sent may hold.
+"""Limits the memory of answers that are collected before they are sent.
 
 A token with twenty logprobs takes thousands of bytes once it is formatted, and its experts take
 hundreds. A head may have thousands of labels. Requests with many choices and long answers, or many

@@ -28,7 +28,7 @@ class RoutedParts:
         return self._end
 
     def add(self, part: RoutedExperts | None) -> None:
-        """Add what an event has. Raises: Unavailable on a gap."""
+        """Add the experts of an event. Raises: Unavailable on a gap."""
         if self._end is None or part is None:
             return
         if part.start > self._end:

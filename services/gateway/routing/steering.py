@@ -99,7 +99,7 @@ class Steering:
         self._may_run.set()
 
     def abort(self) -> None:
-        """End the request with what it has generated."""
+        """End the request with the output so far."""
         self.is_aborted = True
         self._may_run.set()
         self._interrupt()

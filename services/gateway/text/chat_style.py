@@ -83,7 +83,7 @@ def detected(template: str) -> ChatStyle:
 
 @dataclass(frozen=True, slots=True)
 class StyleSettings:
-    """What an operator says of the answers of every base; "auto" = what was detected."""
+    """Settings of an operator for the answers of every base; "auto" = as detected."""
 
     tool_format: str = "auto"
     """"auto", or a `ToolFormat`."""

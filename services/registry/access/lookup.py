@@ -381,7 +381,7 @@ async def _shown(
 
 
 def _gone(kind: str, doc: dict[str, Any]) -> dict[str, Any]:
-    """What a caller is told about a version or tag that it may no longer see: that it ended."""
+    """The change that a caller receives for a version or tag that it may no longer see: its end."""
     if kind == "tag":
         tag = TagRecord(doc["tenant"], doc["name"], doc["tag"], (), doc["generation"], 0.0)
         return {**to_fields(tag), "spelling": doc.get("spelling", "")}

@@ -1,4 +1,4 @@
-"""What a registry is doing, for /debug/state: names, counts and times, without user text."""
+"""The state of a registry for /debug/state: names, counts and times, without user text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the index answers about adapters."""
+"""The answers of the index about adapters."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ _REST = (layout.BASES, layout.TENANTS, layout.KEYS, layout.AUDIT, layout.USAGE)
 
 @dataclass(slots=True)
 class CopyResult:
-    """What a copy has done."""
+    """The counts of a finished copy."""
 
     num_documents: int = 0
     """Documents that were read."""

@@ -33,7 +33,7 @@ class Certificates:
         self._audit = audit
 
     async def of(self, version: VersionRecord) -> Sequence[Certificate]:
-        """The certificates of a version, ordered by what they are about."""
+        """The certificates of a version, ordered by their subject."""
         address = version.tenant, version.name, version.version
         prefix = layout.certificates_of(*address)
         records = await documents.read_folder(self._store, prefix, Certificate)
@@ -70,7 +70,7 @@ class Certificates:
 
 
 def _subject(record: Certificate) -> tuple[str, ...]:
-    """What a certificate is about. An empty scheme is left out, as in certificates from before
+    """The subject of a certificate. An empty scheme is left out, as in certificates from before
     schemes were recorded, because objects are named after this."""
     subject = record.base_id, record.reference, record.probe_sha256
     return (*subject, record.quantization) if record.quantization else subject

@@ -106,7 +106,7 @@ class UploadSession:
 
 @dataclass(frozen=True, slots=True)
 class Intent:
-    """What a publication is about to make visible."""
+    """The changes that a publication is about to make visible."""
 
     digest: str
     version: int

@@ -13,7 +13,7 @@ _NEW_SHARE = 0.1
 
 
 class EngineStats:
-    """What the engine has measured about its own steps."""
+    """Measurements of the engine's own steps."""
 
     def __init__(self, max_running: int) -> None:
         """`max_running`: most requests in the batch."""

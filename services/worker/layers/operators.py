@@ -43,8 +43,8 @@ AddLora = Callable[[Tensor, Tensor, int, LoraBatch], None]
 
 
 class Operators:
-    """What layers are built from, in plain torch, on any device and in any dtype. Subclasses have
-    kernels for some of it."""
+    """The operations that layers are built from, in plain torch, on any device and in any dtype.
+    Subclasses have kernels for some of them."""
 
     name = "torch"
     """Name in logs and in the numerics fingerprint."""

@@ -1,4 +1,4 @@
-"""What layers need from the other tensor-parallel ranks: sums, and the parts of wide rows."""
+"""Exchanges between the layers of tensor-parallel ranks: sums, and the parts of wide rows."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Ranks(Protocol):
         ...
 
     def broadcast(self, x: Tensor) -> None:
-        """Give every rank what rank 0 has. Mutates x."""
+        """Copy rank 0's x to every rank. Mutates x."""
         ...
 
 

@@ -142,7 +142,7 @@ class Builder:
 
     @property
     def own(self) -> OwnWeights:
-        """What this rank takes of the weights."""
+        """This rank's part of the weights."""
         return OwnWeights(self.weights, self.shard)
 
     def _token_rows(self, name: str) -> Tensor:

@@ -118,7 +118,7 @@ class DecoderLayer:
 
 @dataclass(frozen=True, slots=True)
 class SiteWeights:
-    """The site table, and what the base has at each site."""
+    """The site table, and the base's weights at each site."""
 
     table: SiteTable
     linears: Mapping[int, WeightRows]

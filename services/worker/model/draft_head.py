@@ -1,4 +1,4 @@
-"""The layer with which some bases predict one more token, from which drafts are made.
+"""The draft head: a layer with which some bases predict one more token, which becomes a draft.
 
 It sees a position's hidden state after the last norm, and the token that comes next, and predicts
 the token after that. Adapters act on the layers before it, not on itself. Tensors are named `mtp.*`

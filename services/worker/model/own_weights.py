@@ -1,4 +1,4 @@
-"""What one tensor-parallel rank takes of the weights: all of them, if the base is not divided."""
+"""One tensor-parallel rank's part of the weights: all of them, if the base is not divided."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from loraplex_services.worker.native.library import DTYPE_CODES
 
 
 class CodeKind(IntEnum):
-    """What a code is: an unsigned integer less its zero point, or float8 (e4m3)."""
+    """The kind of a code: an unsigned integer less its zero point, or float8 (e4m3)."""
 
     INT4 = 0
     INT8 = 1

@@ -1,4 +1,4 @@
-"""Runs the head that predicts one more token, after the tokens of a step are chosen."""
+"""Runs the draft head after the tokens of a step are chosen."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ class StepResults:
 
 
 class Passed(NamedTuple):
-    """What a forward pass leaves to sampling."""
+    """The results of a forward pass that sampling reads."""
 
     hidden: Tensor
     """`[T, H]`."""

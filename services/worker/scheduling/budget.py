@@ -84,7 +84,7 @@ class TokenBudget:
         return shares, left
 
     def left_after(self, num_started: int, budget: int) -> int:
-        """What a step has left of `budget` once requests with `num_started` tokens start."""
+        """The rest of `budget` in a step once requests with `num_started` tokens start."""
         if not num_started:
             return budget
         return max(0, min(budget, self.max_prompt_tokens()) - num_started)

@@ -1,4 +1,4 @@
-"""What one walk over the waiting queue has done so far."""
+"""The results so far of one walk over the waiting queue."""
 
 from __future__ import annotations
 

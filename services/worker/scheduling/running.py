@@ -43,7 +43,7 @@ _ORDER = attrgetter("order")
 
 
 class RunningBatch:
-    """All running requests, by id, and by what a step does with them."""
+    """All running requests, by id and by their work in a step."""
 
     def __init__(self) -> None:
         self._members: dict[str, Member] = {}

@@ -104,7 +104,7 @@ class ApiServer:
         return len(self._live)
 
     def debug_state(self) -> dict[str, Any]:
-        """What the worker is doing now, for /debug/state."""
+        """The state of the worker, for /debug/state."""
         engine = self._engine_state()
         return worker_state(self.status, engine, self._sessions, self._live, time.monotonic())
 

@@ -88,7 +88,7 @@ def model_to_wire(
     *,
     with_tokenizer: bool,
 ) -> worker_pb2.GetModelResponse:
-    """What a gateway needs to know of the base."""
+    """The facts about the base that a gateway needs."""
     files = bundle.files if with_tokenizer else ()
     return worker_pb2.GetModelResponse(
         base_id=config.base_id,

@@ -1,4 +1,4 @@
-"""What a worker is doing, for /debug/state: ids, counts and times, without texts and tokens."""
+"""The state of a worker for /debug/state: ids, counts and times, without texts and tokens."""
 
 from __future__ import annotations
 

@@ -109,7 +109,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     async def GetModel(
         self, request: worker_pb2.GetModelRequest, context: Context
     ) -> worker_pb2.GetModelResponse:
-        """What a gateway needs to know of this base to translate between text and tokens."""
+        """The facts about this base that a gateway needs to translate between text and tokens."""
         info, bundle = self._api.model()
         return model_to_wire(self._config, info, bundle, with_tokenizer=request.include_tokenizer)
 

@@ -31,7 +31,7 @@ class StatusNews:
 
 
 class _Watcher:
-    """What one stream has not received yet."""
+    """The changes that one stream has not received yet."""
 
     def __init__(self) -> None:
         self.changed: set[str] = set()

@@ -34,7 +34,7 @@ _LENGTH = struct.Struct("<I")
 
 
 class EngineConfig(RunnerSettings, frozen=True, kw_only=True):
-    """What an engine process is started with: the parameters of its runner and of its scheduler.
+    """The parameters of an engine process: those of its runner and of its scheduler.
     The API server process has resolved every default."""
 
     model_dir: str = ""

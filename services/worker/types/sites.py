@@ -64,7 +64,7 @@ class SiteTable:
     modules: Mapping[str, SiteRange]
 
     def on_rank(self, shard: Shard) -> SiteTable:
-        """The table of what one rank has; sites keep their ids."""
+        """The table of one rank's part; sites keep their ids."""
         if shard.size == 1:
             return self
         sites = tuple(site.on_rank(shard) for site in self.sites)

@@ -112,7 +112,7 @@ class DiskCache:
         return folder
 
     def discard(self, folder: Path) -> None:
-        """Delete what a failed fetch left."""
+        """Delete the remains of a failed fetch."""
         shutil.rmtree(folder, ignore_errors=True)
 
     def quarantine(self, folder: Path, digest: str) -> None:

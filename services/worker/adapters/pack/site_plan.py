@@ -24,7 +24,7 @@ FLOAT32_BYTES = 4
 
 
 class Role(enum.Enum):
-    """What a packed matrix is for. Rows are in the model's dtype, vectors in float32."""
+    """The purpose of a packed matrix. Rows are in the model's dtype, vectors in float32."""
 
     A = "a"
     """`[rank, in]`; at the embedding `[vocabulary, rank]`, so that a token finds its row."""

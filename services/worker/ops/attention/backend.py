@@ -43,7 +43,7 @@ class AttentionMask(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class QuantConfig:
-    """How a backend stores what it is given."""
+    """How a backend stores keys and values."""
 
     kv_cache_dtype: str
     """Name of the type that keys and values are stored in."""

@@ -87,7 +87,7 @@ class Rectangle:
 
 @dataclass(frozen=True, slots=True)
 class SiteMatrices:
-    """What records say of one adapter at one site."""
+    """The content of the records of one adapter at one site."""
 
     slices: Sequence[Slice]
     a: Sequence[Rectangle]

@@ -30,7 +30,7 @@ ALIGNED_ELEMENTS = 16
 
 @dataclass(frozen=True, slots=True)
 class SiteShape:
-    """What launches need to know of a site."""
+    """The facts about a site that launches need."""
 
     num_inputs: int
     parts: tuple[OutputRange, ...]
@@ -124,13 +124,13 @@ class DeviceTables:
         self._segments.release(entered.begin, entered.num_records)
 
     def entered(self, slot: int) -> EnteredRecords:
-        """What the tables hold of the adapter in a slot."""
+        """The entries of the adapter in a slot."""
         return self._entered[slot]
 
 
 @dataclass(frozen=True, slots=True)
 class EnteredRecords:
-    """What the tables hold of one adapter."""
+    """The entries of one adapter in the tables."""
 
     begin: int
     num_records: int

@@ -24,7 +24,7 @@ MAX_RUN_VECTORS = 2
 
 @dataclass(frozen=True, slots=True)
 class WorkSize:
-    """What a step's adapters need, at most."""
+    """The most that the adapters of a step may need."""
 
     num_rows: int
     num_runs: int

@@ -26,7 +26,7 @@ class NormWeight:
 
 
 def scaling_weight(norm: NormWeight) -> Tensor:
-    """What the normalized values are multiplied by, in the dtype of that product."""
+    """The factor of the normalized values, in the dtype of the product."""
     return norm.weight.float() + norm.offset if norm.in_float32 else norm.weight
 
 

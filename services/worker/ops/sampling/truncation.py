@@ -182,7 +182,7 @@ def search_top_p(scores, length, low, highest, need, best, powers, BLOCK: tl.con
 @triton.jit
 def find_threshold(row_scores, num_tokens, best, top_k, top_p, candidates, capacity, powers,
                    BLOCK: tl.constexpr, NUM_BINS: tl.constexpr):  # fmt: skip
-    """What top_k and top_p keep: all scores above a key, and the first few of those equal to it."""
+    """The tokens that top_k and top_p keep: all above a score, and the first few equal to it."""
     counts, total = survey(row_scores, num_tokens, best, powers, BLOCK, NUM_BINS)
     has_top_k = top_k < tl.sum(counts, axis=0)
     need = ceiling(top_p.to(tl.float64) * total.to(tl.float64))

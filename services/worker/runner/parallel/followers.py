@@ -292,7 +292,7 @@ class GroupCopy:
 
 
 def own_build(num_ranks: int, nodes: Nodes) -> Build:
-    """What this rank must have in common with the others."""
+    """The properties that must be the same on all ranks."""
     return Build(loraplex.__version__, str(torch.__version__), num_ranks, nodes.count)
 
 
