@@ -71,7 +71,7 @@ class Scheme:
 
 @dataclass(frozen=True, slots=True)
 class Quantisation:
-    """What a base's `quantization_config` says."""
+    """A base's `quantization_config`, parsed."""
 
     method: str
     schemes: tuple[tuple[tuple[str, ...], Scheme], ...]

@@ -22,7 +22,7 @@ class ExpertShare:
 
 @dataclass(frozen=True, slots=True)
 class AdapterModule:
-    """What an adapter does to one module of the base."""
+    """The changes of an adapter to one module of the base."""
 
     name: str
     """Base module, such as `model.layers.0.self_attn.q_proj`."""

@@ -180,7 +180,7 @@ def joined_spans(spans: Iterable[WeightSpan]) -> tuple[WeightSpan, ...]:
 
 @dataclass(frozen=True, slots=True)
 class ServedBy:
-    """What ran a request."""
+    """The adapters, the worker and the base that ran a request."""
 
     adapters: tuple[str, ...]
     """Adapters as tenant/name:vN; empty for the base."""

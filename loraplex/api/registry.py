@@ -198,7 +198,7 @@ class TagMove:
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """What a reference means, with all tags of its adapter."""
+    """The version that a reference names, with all tags of its adapter."""
 
     version: AdapterVersion
     tags: tuple[Tag, ...]
@@ -268,7 +268,7 @@ class Collected:
 
 @dataclass(frozen=True, slots=True)
 class Reindexed:
-    """What a rebuild of the index found."""
+    """The counts of a rebuild of the index."""
 
     versions: int
     tags: int
@@ -278,7 +278,7 @@ class Reindexed:
 
 @dataclass(frozen=True, slots=True)
 class UsageEntry:
-    """What one tenant used of one model on one day."""
+    """The usage of one model by one tenant on one day."""
 
     day: str
     """YYYY-MM-DD, in UTC."""

@@ -52,7 +52,7 @@ Prompt: TypeAlias = TextPrompt | TokenPrompt | ChatPrompt
 
 
 class UpdatePolicy(enum.StrEnum):
-    """What becomes of a running request when a tag that it named moves."""
+    """What happens to a running request when a tag that it named moves."""
 
     FINISH = "finish"
     """It ends with the version that it began with."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class TenantLimits:
-    """What an owner of adapters may use at all gateways together; 0 = no limit."""
+    """The limits of an owner of adapters, at all gateways together; 0 = no limit."""
 
     tenant: str
     max_bytes: int = 0

@@ -25,7 +25,7 @@ stake follows each: the best one depends on how many answers differ at all."""
 
 
 class Outcome(enum.StrEnum):
-    """What the pairs so far say about the candidate."""
+    """The result of the pairs so far."""
 
     ACCEPTED = "accepted"
     """Its mean difference is above the threshold: it is no worse than is tolerated."""

@@ -26,8 +26,9 @@ _FORMS = (
 
 
 class BoundedRedis(redis.asyncio.Redis):
-    """A command waits for one time-out in all: redis-py tries again after each, with pauses, and
-    asks an idle connection for its health first. Pipelines have no part in this."""
+    """A client whose commands wait for one time-out in all. redis-py would try again after each
+    time-out, with pauses, and check the health of an idle connection first. Pipelines are not
+    affected."""
 
     async def execute_command(self, *args: Any, **options: Any) -> Any:
         """Raises: RedisError; its TimeoutError after the time-out, its ConnectionError also where

@@ -143,7 +143,7 @@ class WorkerJob:
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """What one or more steps added to one sequence."""
+    """The tokens that one or more steps added to one sequence."""
 
     token_ids: tuple[int, ...]
     position: int

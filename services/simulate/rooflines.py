@@ -37,7 +37,7 @@ class Base:
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """What of the nominal rates is reached, about."""
+    """A GPU with its nominal rates, and about how much of them is reached."""
 
     read_bytes_per_s: float
     flops: float

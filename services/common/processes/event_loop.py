@@ -26,7 +26,8 @@ def new_loop() -> asyncio.AbstractEventLoop:
     os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
 
     class ExactLoop(uvloop.Loop):
-        """uvloop's own clock has a resolution of one millisecond and stops while callbacks run."""
+        """A loop with an exact clock. uvloop's own has a resolution of one millisecond and stops
+        while callbacks run."""
 
         time = staticmethod(time.monotonic)
 

@@ -43,7 +43,7 @@ class AdmissionLimits:
 
 
 class Decision(enum.Enum):
-    """What the queue decided about a request."""
+    """The decision of the queue about a request."""
 
     RUN = "run"
     WAIT = "wait"

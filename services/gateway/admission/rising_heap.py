@@ -11,9 +11,9 @@ Item = TypeVar("Item", bound=Hashable)
 
 
 class RisingHeap(Generic[Item]):
-    """Each item stands under the key that it had when it was last on top, which is no more than
-    its key of now. So a look costs as much as there are items whose old keys come before the least
-    key, and none of the others is touched."""
+    """A heap in which each item keeps the key that it had when it was last on top, which is at most
+    its present key. Looking for the first item touches only items whose old keys come before the
+    least present key."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[SortKey, int, Item]] = []

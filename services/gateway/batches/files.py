@@ -53,7 +53,7 @@ class FileRecord:
 
 @dataclass(frozen=True, slots=True)
 class StoredFiles:
-    """What a tenant stores, results of batches included."""
+    """The files that a tenant stores, results of batches included."""
 
     tenant: str
     num_files: int

@@ -30,7 +30,7 @@ _READ_OBJECTS = 64
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What an endpoint answered to a line."""
+    """The answer of an endpoint to a line."""
 
     status: int
     body: bytes

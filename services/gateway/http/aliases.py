@@ -54,7 +54,7 @@ class ParallelSettings(TypedDict):
 
 
 class ServerSettings(TypedDict):
-    """What trainers read of vLLM's settings."""
+    """The settings of vLLM that trainers read."""
 
     model_config: ModelSettings
     lora_config: LoraSettings

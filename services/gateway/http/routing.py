@@ -37,7 +37,7 @@ class RoutingAsked:
 
 
 class RawExperts(TypedDict):
-    """Clients look for `data` at the beginning."""
+    """The raw form of routed experts. `data` comes first, because clients look for it there."""
 
     data: str
     shape: list[int]

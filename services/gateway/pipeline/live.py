@@ -46,7 +46,7 @@ SWITCHES_AT_ONCE = 16
 
 
 class PauseMode(enum.StrEnum):
-    """What becomes of running requests when their model is paused, as in vLLM."""
+    """What happens to running requests when their model is paused, as in vLLM."""
 
     ABORT = "abort"
     """Running requests end immediately with what they have generated."""

@@ -40,7 +40,7 @@ class MirroredRequest:
 
 
 class Mirror:
-    """What one reader still has to read; bounded in tokens."""
+    """The requests that one reader still has to read; bounded in tokens."""
 
     def __init__(self, ref: Ref, share: float) -> None:
         """`share` of the requests for the tag `ref`."""

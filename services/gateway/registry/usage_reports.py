@@ -21,7 +21,7 @@ INTERVAL_S = 5.0
 
 
 class DailyUsageKey(NamedTuple):
-    """What is counted separately."""
+    """A day, tenant and model whose usage is counted separately."""
 
     day: str
     """YYYY-MM-DD, in UTC."""
@@ -52,7 +52,7 @@ class UsageReceiver(Protocol):
 
 
 class UsageSource(Protocol):
-    """What counts usage."""
+    """The part of the gateway that counts usage."""
 
     def take(self) -> UsageByKey:
         """What was counted since the last call."""

@@ -33,7 +33,7 @@ class ToolFormat(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ThoughtMarks:
-    """What stands around a thought."""
+    """The marks around a thought."""
 
     opens: str
     closes: str
@@ -48,7 +48,7 @@ CHANNEL = ThoughtMarks("<|channel>", "<channel|>", "thought")
 
 @dataclass(frozen=True, slots=True)
 class ChatStyle:
-    """What to look for in the text of a chat's answer."""
+    """The notations to look for in the text of a chat's answer."""
 
     tool_format: ToolFormat = ToolFormat.NONE
     thinks: bool = False

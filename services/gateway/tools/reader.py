@@ -65,7 +65,7 @@ again for each token."""
 
 
 class State(enum.Enum):
-    """What the buffer of a `CallReader` begins with."""
+    """The kind of text with which the buffer of a `CallReader` begins."""
 
     TEXT = enum.auto()
     CALL = enum.auto()

@@ -12,7 +12,7 @@ from loraplex_services.registry.records import AdapterRecord, TagRecord, Version
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What the index knows about one adapter."""
+    """The data of the index about one adapter."""
 
     tags: tuple[TagRecord, ...]
     """Existing tags, ordered by name."""

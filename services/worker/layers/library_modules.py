@@ -49,7 +49,7 @@ class AttentionCall:
 
 @dataclass(slots=True)
 class CurrentPass:
-    """What a pass of the body, or of the head, reads."""
+    """The inputs of a pass of the body, or of the head."""
 
     batch: ForwardBatch | None = None
     """None while the model is asked how it calls attention."""

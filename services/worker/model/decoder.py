@@ -73,7 +73,7 @@ LayersPass = Callable[[Tensor, Sequence[CosSin], ForwardBatch], Tensor]
 
 
 class LayerInputs(Protocol):
-    """What layers read in addition to the residual stream."""
+    """The inputs of layers in addition to the residual stream."""
 
     def forward(self, token_ids: Tensor, embedded: Tensor, lora: LoraBatch) -> Tensor:
         """int64 `[T]` and `[T, H]` -> `[T, layers, width]`."""

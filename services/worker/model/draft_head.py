@@ -44,7 +44,7 @@ _UNSERVED = ("mtp.embed_tokens", "mtp.layers.1.input_layernorm")
 
 @dataclass(frozen=True, slots=True)
 class DraftHead:
-    """See above."""
+    """The draft head of one base."""
 
     config: ModelConfig
     """The base's, with this layer as its last."""

@@ -16,7 +16,7 @@ SLIDING = "sliding_attention"
 
 @dataclass(frozen=True, slots=True)
 class Defaults:
-    """What an absent key means in a family."""
+    """The values of absent keys in a family."""
 
     head_dim: int | None = None
     """None = hidden_size / num_attention_heads."""

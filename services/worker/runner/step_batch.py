@@ -31,7 +31,7 @@ if TYPE_CHECKING:  # Triton is not everywhere
 
 @dataclass(frozen=True, slots=True)
 class BatchMaker:
-    """What all batches of a runner share."""
+    """The parts that all batches of a runner share."""
 
     kv: KvBuffer
     ropes: Ropes

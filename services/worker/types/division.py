@@ -20,7 +20,7 @@ and reads it again."""
 
 @dataclass(frozen=True, slots=True)
 class MoveCosts:
-    """What it costs a rank to move bytes."""
+    """The costs of moving bytes for one rank."""
 
     memory_bytes_per_s: float
     link_bytes_per_s: float

@@ -13,7 +13,7 @@ _WITH_ORIGINAL = ("llama3", "yarn", "longrope")
 
 @dataclass(frozen=True, slots=True)
 class BaseRopes:
-    """What adapters' own rotary embeddings are made from."""
+    """The facts about a base from which adapters' own rotary embeddings are made."""
 
     layers: tuple[RopeConfig, ...]
     is_scaled: tuple[bool, ...]

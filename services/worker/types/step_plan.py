@@ -64,7 +64,7 @@ class StateSpan:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """What one step computes, in batch order: contexts, then generations; inside each by first
+    """The rows of one step, in batch order: contexts, then generations; inside each by first
     slot, rows of the base last."""
 
     step: int
@@ -141,7 +141,7 @@ class Sampled(NamedTuple):
 
 
 class SampledRow(msgspec.Struct, gc=False):
-    """What the runner returns for one planned row."""
+    """The results of the runner for one planned row."""
 
     token_id: int | None = None
     """None if the row needed no logits, or the request's grammar and masks leave no token."""

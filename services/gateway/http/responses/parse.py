@@ -67,7 +67,7 @@ class ResponsesCall:
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """What a request continues or refers to."""
+    """The responses and items that a request continues or refers to."""
 
     items: Sequence[Mapping[str, Any]] = ()
     """Items of the conversation before this request."""

@@ -72,7 +72,7 @@ class PackedRecords(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ImageIndex(msgspec.Struct, frozen=True, array_like=True):
-    """Where everything is."""
+    """The position of every part of an image."""
 
     fingerprint: str
     """Fingerprint of the layout that it was packed for."""
@@ -89,7 +89,7 @@ _decode = msgspec.msgpack.Decoder(ImageIndex).decode
 
 
 class Image(Protocol):
-    """What can be copied into an arena."""
+    """An image that can be copied into an arena."""
 
     @property
     def index(self) -> ImageIndex: ...

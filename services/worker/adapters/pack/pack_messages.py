@@ -13,7 +13,7 @@ DAMAGED_IMAGE = "damaged-image"
 
 
 class PackSetup(msgspec.Struct, frozen=True):
-    """What is packed for."""
+    """The base and the layout for which adapters are packed."""
 
     geometry: Geometry
     layout: AdapterLayout

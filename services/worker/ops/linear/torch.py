@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class WeightRows(Protocol):
-    """What packing an adapter needs of a base weight `[out, in]`."""
+    """The methods of a base weight `[out, in]` that packing an adapter needs."""
 
     out_features: int
     in_features: int
@@ -21,7 +21,7 @@ class WeightRows(Protocol):
 
 
 class BaseLinear(WeightRows, Protocol):
-    """What a LoRA layer and DoRA need of a base weight `[out, in]`."""
+    """The methods of a base weight `[out, in]` that a LoRA layer and DoRA need."""
 
     def apply(self, x: Tensor) -> Tensor:
         """`[T, in]` -> fresh `[T, out]`."""

@@ -27,7 +27,7 @@ rank that ends is noticed at once."""
 
 @dataclass(slots=True)
 class Traffic:
-    """What the collectives of one rank have carried."""
+    """The traffic of the collectives of one rank."""
 
     num_calls: int = 0
     sent_bytes: float = 0.0

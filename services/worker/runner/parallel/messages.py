@@ -35,7 +35,7 @@ class HungUp(RankLost):
 
 
 class Build(msgspec.Struct, frozen=True):
-    """What must be equal on all ranks before any of them loads."""
+    """The properties that must be equal on all ranks before any of them loads."""
 
     release: str
     """Release of this package."""
@@ -47,7 +47,7 @@ class Build(msgspec.Struct, frozen=True):
 
 
 class Join(msgspec.Struct, frozen=True, tag="join"):
-    """Who has connected."""
+    """A rank has connected, and names itself."""
 
     rank: int
     build: Build
