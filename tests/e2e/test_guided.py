@@ -70,6 +70,15 @@ def test_a_stream_of_constrained_text_is_the_whole_text(client: openai.OpenAI) -
     assert re.fullmatch("[A-Z]{3}-[0-9]{4}", whole)
 
 
+LIST = {"type": "array", "items": {"type": "boolean"}, "minItems": 2, "maxItems": 2}
+UNUSED = {
+    **dict.fromkeys(("json", "regex", "whitespace_pattern", "structural_tag")),
+    **dict.fromkeys(("disable_fallback", "disable_any_whitespace"), False),
+    "disable_additional_properties": False,
+}
+"""What vLLM's `StructuredOutputsParams` sends for the fields that its user did not set."""
+
+
 @pytest.mark.parametrize(
     ("fields", "pattern"),
     [
@@ -83,6 +92,15 @@ def test_a_stream_of_constrained_text_is_the_whole_text(client: openai.OpenAI) -
         ({"structured_outputs": {"choice": ["é", "日本"]}}, "é|日本"),
         ({"guided_json": {"enum": ["left", "right"]}}, '"(left|right)"'),
         ({"structured_outputs": {"json": '{"type":"boolean"}'}}, "true|false"),
+        (
+            {"structured_outputs": {"json": LIST, "disable_any_whitespace": True}},
+            r"\[(true|false),(true|false)\]",
+        ),
+        (
+            {"structured_outputs": {"json": LIST, "whitespace_pattern": "_"}},
+            r"_?\[_?(true|false)_?,_?(true|false)_?\]",
+        ),
+        ({"structured_outputs": UNUSED | {"choice": ["yes", "no"]}}, "yes|no"),
     ],
 )
 def test_vllms_fields_constrain_completions(

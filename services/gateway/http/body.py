@@ -32,6 +32,8 @@ DEFAULTS: Mapping[str, tuple[object, ...]] = {
     "chat_template": ("",),
     "chat_template_kwargs": ({},),
     "detokenize": (True,),
+    "disable_additional_properties": (False,),
+    "disable_fallback": (False, True),
     "defer_loading": (False,),
     "documents": ([],),
     "embed_dtype": ("float32",),

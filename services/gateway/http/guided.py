@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -86,17 +87,34 @@ def _structured_outputs(name: str, value: Any) -> Grammar | None:
     """vLLM's object with one of its kinds."""
     if not isinstance(value, dict):
         raise bad_type(name, value, "an object")
-    inner = Body(value)
+    inner = Body(value, f"{name}.")
     found = [
         grammar
         for kind, read in _KINDS.items()
         if (given := inner.raw(kind)) is not None
         and (grammar := read(f"{name}.{kind}", given)) is not None
     ]
+    pattern = inner.text("whitespace_pattern")
+    if inner.flag("disable_any_whitespace"):
+        pattern = ""
     inner.finish()
     if len(found) != 1:
         raise InvalidRequest.field(name, "", f"must hold exactly one of {', '.join(_KINDS)}")
-    return found[0]
+    return found[0] if pattern is None else _spaced(found[0], pattern)
+
+
+def _spaced(grammar: Grammar, pattern: str) -> Grammar:
+    """A schema whose output has white space that matches `pattern` between the tokens of JSON, by
+    the keyword that llguidance adds to JSON Schema. Other grammars stay as they are."""
+    if not isinstance(grammar.json_schema, str):
+        return grammar
+    try:
+        schema = json.loads(grammar.json_schema)
+    except (ValueError, RecursionError):
+        return grammar  # the worker refuses it with the reason
+    if not isinstance(schema, dict):
+        return grammar
+    return Grammar(json_schema={**schema, "x-guidance": {"whitespace_pattern": pattern}})
 
 
 _KINDS: Mapping[str, Reader] = {

@@ -139,6 +139,8 @@ REFUSED: dict[str, object] = {
     "detokenize": False,
     "request_id": "x",
     "vllm_xargs": {"a": 1},
+    "guided_decoding_backend": "xgrammar",
+    "guided_whitespace_pattern": " ?",
     "kv_transfer_params": {"a": 1},
     "padding": True,
     "embed_dtype": "float16",

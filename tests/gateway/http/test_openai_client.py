@@ -305,7 +305,7 @@ async def test_unknown_model_is_not_found(stack: Stack) -> None:
         ({"extra_body": {"guided_json": 7}}, "guided_json"),
         ({"extra_body": {"guided_regex": ["a"]}}, "guided_regex"),
         ({"extra_body": {"structured_outputs": {"json": {}, "regex": ""}}}, "structured_outputs"),
-        ({"extra_body": {"structured_outputs": {"xml": "a"}}}, "xml"),
+        ({"extra_body": {"structured_outputs": {"xml": "a"}}}, "structured_outputs.xml"),
         ({"extra_body": {"guided_choice": ["a" * (1 << 18)]}}, "guided_choice"),
         ({"extra_body": {"best_of": 3}}, "best_of"),
         ({"model": "Up per"}, "model"),
