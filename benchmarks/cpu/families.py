@@ -1,4 +1,4 @@
-"""Every family of bases at about half a billion parameters: our speed over that of transformers.
+"""Every family of bases at about half a billion parameters: speed relative to transformers.
 
     python -m benchmarks run cpu.families [--only qwen3,gemma4] [--requests 8] [--repetitions 3]
 

@@ -1,4 +1,4 @@
-"""Accuracy that int8 adapters cost on the demo's adapters.
+"""Loss of accuracy with int8 adapters, on the demo's adapters.
 
     python -m benchmarks run cpu.int8_adapters
 

@@ -1,4 +1,4 @@
-"""What follows and what stands in for a dense layer: choosing tokens, and a mixture's experts.
+"""Choosing tokens after the layers, and the experts of a mixture, on a GPU.
 
     python -m benchmarks.gpu.sampling_moe [--device cpu --tiny] [--out DIR]
 

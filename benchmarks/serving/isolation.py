@@ -1,4 +1,4 @@
-"""What one tenant's worst does to the ordinary traffic of another, for each shared resource.
+"""Effect of one tenant's worst traffic on another's ordinary traffic, for each shared resource.
 
     python -m benchmarks run serving.isolation [--rounds 3] [--seconds 6] [--only RESOURCE,...]
 

@@ -1,4 +1,4 @@
-"""An adapter that is updated while it serves: publish to first token, and whether labels are true.
+"""An adapter that is updated while it serves: time to the first new token, and wrong labels.
 
     python -m benchmarks run serving.live_updates [--updates 1000] [--clients 4] [--others 2]
         [--model 135m --work-dir DIR] [--pause-s 0.01]

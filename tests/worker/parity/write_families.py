@@ -41,8 +41,9 @@ chunks of {chunk_tokens} tokens, and each request generates {num_new_tokens} gre
 token is compared with transformers and PEFT, which run one request at a time.
 
 The rule for near ties is that of [parity](parity.md). Logprobs differ by less than 1e-4, except at
-sensitive positions. There, the reference itself moves as far when its weights change by what
-float32 rounds, and those of routers by 1e-5: the choice of experts may be a near tie, too.
+sensitive positions. There, the reference's own logprobs move as far when its weights change by a
+rounding error of float32. Weights of routers change by 1e-5, because the choice of experts may also
+be a near tie.
 
 Bases with the model code "library" run with `--model-impl transformers` and ten kinds of adapters.
 The others run all kinds that PEFT has for them. `python -m tests.worker.parity.write_families`

@@ -42,18 +42,19 @@ token is compared with transformers and PEFT over the dequantised weights in flo
 request at a time. The rules for near ties and sensitive positions are those of [the other
 families](parity-families.md).
 
-The tests compute the weights that codes represent with code of their own, and for MXFP4 and GGUF
-with transformers. A format that [bases](reference/bases.md#quantised-bases) does not list for a
-family is refused by name. In gpt-oss, MXFP4 holds the experts and the other formats hold the
-linears of attention: its experts are one tensor for each layer, which these formats do not define.
+The tests use their own code to compute the weights that codes represent, and transformers for MXFP4
+and GGUF. A format that [bases](reference/bases.md#quantised-bases) does not list for a family is
+refused by name. In gpt-oss, MXFP4 stores the experts, and the other formats store the attention
+linears, because they do not define one tensor for all experts of a layer.
 
 The libraries that define the layouts read the same files: compressed-tensors 0.20, bitsandbytes
 0.50, GPTQModel 7.7 (GPTQ, and AWQ through transformers) and transformers itself (`fp8`, MXFP4).
 `tests/worker/parity/test_read_by_libraries.py` compares the logits of Llama, Qwen 3 and gpt-oss, at
-widths of whole groups, with those of the weights that the codes mean. They differ by at most 1e-05
-of the largest logit. With GPTQ, AWQ and the layouts with zero points of compressed-tensors, the
-limit is 1e-02, because the libraries widen these weights to float16. GPTQModel does not read
-gpt-oss with plain experts. Tests of libraries that are not installed are skipped.
+widths that are multiples of the group size, with those of the weights that the codes represent.
+They differ by at most 1e-05 of the largest logit. With GPTQ, AWQ and the layouts with zero points
+of compressed-tensors, the limit is 1e-02, because the libraries widen these weights to float16.
+GPTQModel does not read gpt-oss with plain experts. Tests of libraries that are not installed are
+skipped.
 
 `python -m
 tests.worker.parity.write_quantised` wrote this page on {today}, with torch {torch}, transformers
