@@ -18,6 +18,9 @@ from loraplex.adapter_format.sentence_folder import check_pooling
 from loraplex.adapter_format.serving_fields import GENERATION_FILE, complete_config
 from loraplex.errors import InvalidAdapter, InvalidRequest, Violation
 
+MAX_FOLDERS_NAMED = 5
+"""Number of folders among which an error lets the user choose."""
+
 
 @dataclass(frozen=True, slots=True)
 class AdapterFolder:
@@ -145,14 +148,13 @@ def _why_none(path: Path, inner: list[str]) -> str:
             f"holds no adapter: {CONFIG_FILE} and {TENSOR_FILE} are missing; save it with PEFT's "
             "save_pretrained"
         )
-    newest = _newest(inner)
-    if newest.startswith("checkpoint-"):
-        return (
-            f"holds no adapter itself; its latest checkpoint is {path / newest}: give that folder"
-        )
+    if checkpoints := [name for name in inner if name.startswith("checkpoint-")]:
+        newest = path / _newest(checkpoints)
+        return f"holds no adapter itself; its latest checkpoint is {newest}: give that folder"
+    folders = " or ".join(str(path / name) for name in inner[:MAX_FOLDERS_NAMED])
     return (
-        "holds no adapter itself, but one that was saved under another name than 'default': give "
-        f"{path / newest}"
+        "holds no adapter itself, but was saved with other adapter names than 'default': give "
+        f"{folders}"
     )
 
 

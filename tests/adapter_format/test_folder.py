@@ -74,6 +74,22 @@ def test_a_named_adapter_in_a_sub_folder_is_pointed_at(tmp_path: Path) -> None:
     assert str(tmp_path / "poet") in refused(tmp_path)["DIR"]
 
 
+def test_all_named_adapters_of_a_folder_are_pointed_at(tmp_path: Path) -> None:
+    """As TRL saves a trained model next to its reference."""
+    for name in ("reference", "train"):
+        (tmp_path / name).mkdir()
+        write(tmp_path / name)
+    choice = f"give {tmp_path / 'reference'} or {tmp_path / 'train'}"
+    assert refused(tmp_path)["DIR"].endswith(choice)
+
+
+def test_the_last_checkpoint_is_pointed_at_whatever_else_is_there(tmp_path: Path) -> None:
+    for name in ("checkpoint-9", "checkpoint-10", "a-folder-with-a-long-name"):
+        (tmp_path / name).mkdir()
+        write(tmp_path / name)
+    assert f"latest checkpoint is {tmp_path / 'checkpoint-10'}:" in refused(tmp_path)["DIR"]
+
+
 def test_an_unknown_folder_is_refused(tmp_path: Path) -> None:
     (write(tmp_path) / "stuff").mkdir()
     assert "flat" in refused(tmp_path)["stuff"]
