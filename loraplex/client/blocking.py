@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import functools
 import inspect
+import os
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-from typing import Any, Concatenate, ParamSpec, Self, TypeVar
+from typing import Any, ClassVar, Concatenate, ParamSpec, Self, TypeVar
 
 from loraplex.client.inference_client import InferenceClient
 from loraplex.client.registry_client import RegistryClient
@@ -16,13 +17,51 @@ from loraplex.client.settings import Credentials
 P = ParamSpec("P")
 T = TypeVar("T")
 
+THREAD_NAME = "loraplex-clients"
+
 
 class _LoopThread:
-    """An event loop on a daemon thread, so that callers may run an event loop themselves."""
+    """An event loop on a daemon thread, so that callers may run an event loop themselves.
+
+    All blocking clients of a process share it. grpcio serves every event loop of a process from one
+    queue, and where there are several, it logs a `BlockingIOError` whenever two of them wake up at
+    the same time.
+    """
+
+    _shared: ClassVar[_LoopThread | None] = None
+    _lock: ClassVar[threading.Lock] = threading.Lock()
+
+    @classmethod
+    def joined(cls) -> _LoopThread:
+        """The thread, for one more client, which calls `leave` later."""
+        with cls._lock:
+            if cls._shared is None:
+                cls._shared = cls()
+            cls._shared._num_clients += 1
+            return cls._shared
+
+    @classmethod
+    def forget(cls) -> None:
+        """Begin anew in a child process, which has no copy of the thread."""
+        cls._shared, cls._lock = None, threading.Lock()
+
+    def leave(self) -> None:
+        """End the loop and its thread if no client is left."""
+        with self._lock:
+            self._num_clients -= 1
+            if self._num_clients or self is not _LoopThread._shared:
+                return
+            _LoopThread._shared = None
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
 
     def __init__(self) -> None:
+        self._num_clients = 0
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread = threading.Thread(
+            target=self._loop.run_forever, name=THREAD_NAME, daemon=True
+        )
         self._thread.start()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
@@ -52,25 +91,28 @@ class _LoopThread:
         finally:
             self.run(close())
 
-    def stop(self) -> None:
-        """End the loop and its thread."""
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_LoopThread.forget)
 
 
 class _Blocking:
-    """Owns the thread and one async client that runs on it."""
+    """One async client that runs on the thread of all blocking clients."""
 
     _client: Any
 
     def __init__(self, make: Callable[[], Any]) -> None:
-        self._thread = _LoopThread()
+        self._thread = _LoopThread.joined()
+        self._is_open = True
 
         async def made() -> Any:
             return make()
 
-        self._client = self._thread.run(made())
+        try:
+            self._client = self._thread.run(made())
+        except BaseException:
+            self._thread.leave()
+            raise
 
     def __enter__(self) -> Self:
         return self
@@ -79,9 +121,11 @@ class _Blocking:
         self.close()
 
     def close(self) -> None:
-        """Close the connection and the thread."""
-        self._thread.run(self._client.__aexit__())
-        self._thread.stop()
+        """Close the connection. The client cannot be used any more."""
+        if self._is_open:
+            self._is_open = False
+            self._thread.run(self._client.__aexit__())
+            self._thread.leave()
 
 
 def _call(
