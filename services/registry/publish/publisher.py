@@ -19,7 +19,7 @@ from loraplex.adapter_format.serving_fields import ROPE_FIELD
 from loraplex.errors import Blocked, Conflict, InvalidAdapter
 from loraplex_services.common import documents
 from loraplex_services.common.documents import Seen
-from loraplex_services.common.objects import ObjectStore
+from loraplex_services.common.objects import ObjectStore, ObjectStoreError
 from loraplex_services.registry import layout
 from loraplex_services.registry.access.audit import Audit
 from loraplex_services.registry.access.sharing import VISIBILITY_NAMES, SharingChange, shared
@@ -81,6 +81,17 @@ class Publisher:
         done = await self.uploads.finished(session.upload_id)
         if done is not None:
             return done
+        try:
+            done = await self._finish(session)
+        except (Blocked, ObjectStoreError):
+            # The bytes may be gone because another call has finished the session meanwhile.
+            done = await self.uploads.finished(session.upload_id)
+            if done is None:
+                raise
+        return done
+
+    async def _finish(self, session: UploadSession) -> Finished:
+        """As `finish`, for a session that nobody finished yet."""
         sources = await self.blobs.sources(session)
         try:
             done = await self._publish(session, sources)

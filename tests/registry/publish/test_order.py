@@ -13,12 +13,13 @@ from typing import Any
 import pytest
 
 from loraplex_services.common import documents
+from loraplex_services.common.objects import ObjectInfo
 from loraplex_services.common.objects.file import FileStore
 from loraplex_services.registry import layout
 from loraplex_services.registry.assembly import Registry
 from loraplex_services.registry.publish.uploads import Options
 from loraplex_services.registry.records import TagRecord, VersionRecord
-from tests.registry.house import adapter_files, declared, house_of, opened
+from tests.registry.house import TENSORS, adapter_files, declared, house_of, one_chunk, opened
 
 PAUSES_S = (0.0, 0.0, 0.002, 0.02)
 NAMES = ("sql", "mail")
@@ -51,6 +52,29 @@ class UnevenStore(FileStore):
         etag = await super().put_if_match(key, data, etag, **options)
         await self._pause()
         return etag
+
+
+class StalledStore(FileStore):
+    """Reads and lists of the parts of uploads wait, each from a place that the test chooses."""
+
+    def __init__(self, root: Path, stalled: str) -> None:
+        super().__init__(root)
+        self._stalled = stalled
+        self.reached, self.go_on = asyncio.Event(), asyncio.Event()
+
+    async def _stall(self, method: str, key: str) -> None:
+        if method == self._stalled and "/parts/" in key:
+            self.reached.set()
+            await self.go_on.wait()
+
+    async def get_range(self, key: str, offset: int, length: int) -> bytes:
+        await self._stall("get_range", key)
+        return await super().get_range(key, offset, length)
+
+    async def list_objects(self, prefix: str, start_after: str = "") -> AsyncIterator[ObjectInfo]:
+        await self._stall("list_objects", prefix)
+        async for info in super().list_objects(prefix, start_after):
+            yield info
 
 
 @pytest.fixture(params=range(3))
@@ -137,3 +161,24 @@ async def test_at_no_time_does_anything_refer_to_what_is_missing(
     assert len(versions) == len(NAMES) * 2 * NUM_UPDATES
     newest = {tag.targets[0].version for tag in found}
     assert newest == {2 * NUM_UPDATES}, "every tag is at the last of its adapter's versions"
+
+
+@pytest.mark.parametrize("stalled", ["list_objects", "get_range"])
+async def test_a_call_whose_session_another_registry_finishes_meanwhile_gives_the_same_answer(
+    tmp_path: Path, metadata_url: str, stalled: str
+) -> None:
+    quick = FileStore(tmp_path / "objects")
+    slow = StalledStore(tmp_path / "objects", stalled)
+    async with house_of(quick, metadata_url) as first, house_of(slow, metadata_url) as second:
+        tensors = adapter_files(1)[TENSORS]
+        session = await opened(first, "sql", adapter_files(1))
+        await first.uploads.reopen(session.upload_id, TENSORS)
+        for offset, data in ((0, tensors[:100]), (100, tensors[100:])):
+            await first.uploads.receive(session, TENSORS, offset, one_chunk(data))
+        late = asyncio.create_task(second.publisher.finish(session))
+        await asyncio.wait_for(slow.reached.wait(), 20)
+        done = await first.publisher.finish(session)
+        slow.go_on.set()
+        assert await late == done
+    await quick.close()
+    await slow.close()
