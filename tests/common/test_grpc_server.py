@@ -204,6 +204,65 @@ async def test_auth_identifies_the_caller_of_unary_and_stream_calls() -> None:
     await running.stop(0)
 
 
+class OpenWatch(RegistryLookup):
+    """Watches that say one thing and then go on without another."""
+
+    num_open = 0
+
+    async def WatchAdapters(
+        self, request: pb.WatchAdaptersRequest, context: Any
+    ) -> AsyncIterator[pb.WatchAdaptersResponse]:
+        self.num_open += 1
+        try:
+            yield pb.WatchAdaptersResponse(resume_token="1")
+            await asyncio.Event().wait()
+        finally:
+            self.num_open -= 1
+
+
+class EndingAuth(TenantAuth):
+    """Admits callers until it is told that their key has ended."""
+
+    has_ended = False
+
+    async def check(self, method: str, metadata: Mapping[str, str]) -> Caller:
+        if self.has_ended:
+            raise Unauthenticated("the API key was revoked")
+        return await super().check(method, metadata)
+
+
+async def test_an_open_watch_ends_with_the_key_of_its_caller() -> None:
+    auth, servicer = EndingAuth(), OpenWatch()
+    running = await _running(servicer, auth=auth)
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{running.port}") as channel:
+        stub = registry_pb2_grpc.RegistryServiceStub(channel)
+        key = (("authorization", "acme"),)
+        watch = stub.WatchAdapters(pb.WatchAdaptersRequest(), metadata=key, timeout=60)
+        assert (await watch.read()).resume_token == "1"
+        assert servicer.num_open == 1
+        auth.has_ended = True
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await watch.read()
+        assert from_rpc_error(refused.value).message == "the API key was revoked"
+        assert servicer.num_open == 0
+    await running.stop(0)
+
+
+async def test_a_watch_whose_caller_left_is_closed() -> None:
+    servicer = OpenWatch()
+    running = await _running(servicer, auth=EndingAuth())
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{running.port}") as channel:
+        stub = registry_pb2_grpc.RegistryServiceStub(channel)
+        key = (("authorization", "acme"),)
+        watch = stub.WatchAdapters(pb.WatchAdaptersRequest(), metadata=key)
+        await watch.read()
+        watch.cancel()
+        async with asyncio.timeout(20):
+            while servicer.num_open:
+                await asyncio.sleep(0.01)
+    await running.stop(0)
+
+
 async def test_health_is_live_at_once_and_ready_when_set() -> None:
     running = await _running(RegistryLookup())
     async with grpc.aio.insecure_channel(f"127.0.0.1:{running.port}") as channel:

@@ -5,6 +5,7 @@ The caller is checked before its message is received, and the message's size bef
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import logging
 from collections import Counter
@@ -37,6 +38,13 @@ logger = logging.getLogger(__name__)
 
 Context = grpc.aio.ServicerContext[Any, Any]
 _OPEN_TO_ALL = ("/grpc.health.", "/grpc.reflection.")
+_ENDLESS = frozenset(
+    {"/loraplex.v1.AdminService/MirrorRequests", "/loraplex.v1.RegistryService/WatchAdapters"}
+)
+"""Streams that end only when their caller leaves. Its key may be revoked or expire before that."""
+_CHECK_AGAIN_S = 1.0
+"""How often the key of such a caller is checked."""
+_END = object()
 
 
 class CallInterceptor(grpc.aio.ServerInterceptor):
@@ -227,10 +235,41 @@ def _wrapped_stream(
             stream = _Requests(call, context)
             request = stream if reads_stream else await call.only_request(context)
             async with aclosing(inner(request, context)) as responses:
+                if call.method in _ENDLESS and call.shared.auth is not None:
+                    responses = _while_identified(responses, call, context)
                 async for response in responses:
                     yield response
 
     return behaviour
+
+
+async def _while_identified(
+    responses: AsyncIterator[Any], call: _Call, context: Context
+) -> AsyncIterator[Any]:
+    """Yield responses for as long as a new call of the caller would be admitted.
+
+    Raises: what refuses such a call.
+    """
+    following: asyncio.Task[Any] | None = None
+    try:
+        while True:
+            following = following or asyncio.create_task(_next_or_end(responses))
+            await asyncio.wait([following], timeout=_CHECK_AGAIN_S)
+            await _identify(call.method, call.shared.auth, context)
+            if following.done():
+                response, following = following.result(), None
+                if response is _END:
+                    return
+                yield response
+    finally:
+        if following is not None:
+            following.cancel()
+            await asyncio.wait([following])
+        del following  # it may hold an exception, see `_status_of_failure`
+
+
+async def _next_or_end(responses: AsyncIterator[Any]) -> Any:
+    return await anext(responses, _END)
 
 
 async def _identify(method: str, auth: Auth | None, context: Context) -> Caller:
