@@ -268,7 +268,7 @@ class RegistryClient:
         return await self._set_tag(request)
 
     async def rollback(self, name: str, tag: str, to_version: int = 0) -> Tag:
-        """Move a tag back to its previous targets, or to `to_version`, which it once had."""
+        """Move a tag back to its previous targets, or to `to_version`."""
         request = pb.SetTagRequest(name=name, tag=tag, rollback=True, rollback_version=to_version)
         return await self._set_tag(request)
 
