@@ -96,7 +96,7 @@ class WaitingCalls:
             server.add_insecure_port(self._address)
         except (OSError, RuntimeError):
             self._server_id = 0
-            logger.exception("the calls that wait are not bounded: TMPDIR takes no socket")
+            logger.exception("waiting calls are not bounded, because TMPDIR takes no socket")
 
     @property
     def _address(self) -> str:
@@ -145,7 +145,7 @@ class WaitingCalls:
                 pause_s = _SHORT_POLL_S if num_waiting > _NUM_FEW else _POLL_S
             except (OSError, RuntimeError, ValueError, CancelledError, grpc.RpcError):
                 if not is_over.is_set():
-                    logger.exception("cannot bound the calls that wait")
+                    logger.exception("bounding the waiting calls failed")
         connections.release()
 
     def _wait_for_few(

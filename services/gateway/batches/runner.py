@@ -58,7 +58,7 @@ class BatchRunner:
             try:
                 await self._look()
             except LoraplexError as error:
-                logger.warning("batches not looked at", extra={"problem": error.message})
+                logger.warning("looking for batches failed", extra={"problem": error.message})
                 wait_s = _RETRY_S
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(wait_s):

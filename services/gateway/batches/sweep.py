@@ -55,7 +55,7 @@ class Sweeper:
             try:
                 num_deleted = await self.sweep()
             except LoraplexError as error:
-                logger.warning("files were not swept", extra={"problem": error.message})
+                logger.warning("sweeping files failed", extra={"problem": error.message})
             else:
                 logger.info("files swept", extra={"deleted": num_deleted})
 

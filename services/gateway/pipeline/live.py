@@ -284,7 +284,7 @@ class LiveRequests:
         try:
             await asyncio.gather(*(self._load(address, digest) for address in addresses))
         except LoraplexError as error:
-            logger.info("not loaded ahead of its tag", extra={"reason": error.reason})
+            logger.info("version not loaded before its tag moves", extra={"reason": error.reason})
         finally:
             self._ahead.discard(scope)
 

@@ -205,7 +205,10 @@ class RelayedJob:
         failed = self._job.request.adapters
         if failed == self._proven or isinstance(error, DeadlineExceeded):
             raise error
-        logger.warning("a request goes back to its version", extra={"reason": error.reason})
+        logger.warning(
+            "switch failed; the request continues with its earlier version",
+            extra={"reason": error.reason},
+        )
         if self._steering.adapters == failed:
             self._steering.switch(self._proven)
         self._stays = True

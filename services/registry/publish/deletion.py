@@ -124,7 +124,7 @@ class Deletion:
             raise failures[0]
         if failures:
             fields = {"versions": len(failures), "problem": str(failures[0])}
-            logger.warning("versions not ended", extra=fields)
+            logger.warning("versions could not be deleted", extra=fields)
         ended = [each for each in found if isinstance(each, VersionRecord)]
         await asyncio.gather(
             *(

@@ -47,7 +47,7 @@ class PackPool:
         try:
             process = process or await self._start()
         except (EOFError, OSError):
-            logger.warning("no packing process yet", exc_info=not self._is_closed)
+            logger.warning("packing process did not start", exc_info=not self._is_closed)
         finally:
             self._idle.put_nowait(process)
 
