@@ -40,7 +40,7 @@ class AddedToken:
 
 
 def added_tokens(base_tokenizer: bytes, files: Mapping[str, bytes]) -> tuple[AddedToken, ...]:
-    """What an adapter adds, ordered by id; ids follow the base's last without a gap.
+    """The tokens that an adapter adds, ordered by id; ids follow the base's last without a gap.
 
     Args:
         base_tokenizer: content of the base's tokenizer.json.

@@ -204,7 +204,7 @@ def _invocation_tokens(reader: AdapterConfigReader) -> tuple[int, ...] | None:
 
 
 def canonical_config(config: AdapterConfig) -> dict[str, object]:
-    """What decoding depends on, as a config that `parse_config` reads back to the same values.
+    """The fields that decoding depends on, as a config that `parse_config` reads back unchanged.
 
     Two files that mean the same give the same result: sets are sorted, defaults are filled in, and
     fields without effect on decoding (names, versions, training parameters) are left out. The

@@ -69,7 +69,7 @@ def certificate(message: pb.Certificate) -> Certificate:
 
 
 def certificate_to_proto(certificate: Certificate) -> pb.Certificate:
-    """What was measured; the registry adds when, and by whom."""
+    """The measurement as a message; the registry adds the time and the caller."""
     return pb.Certificate(**dataclasses.asdict(certificate))
 
 
@@ -96,7 +96,7 @@ def tag(message: pb.Tag) -> Tag:
 
 
 def targets(messages: Iterable[pb.TagTarget]) -> tuple[TagTarget, ...]:
-    """What a tag points at. A weight of 0 means 1."""
+    """The targets of a tag. A weight of 0 means 1."""
     return tuple(TagTarget(t.version, t.digest, t.weight or 1) for t in messages)
 
 

@@ -272,7 +272,7 @@ def timings_from_proto(message: common_pb2.Timings) -> Timings:
 
 
 def served_by_to_proto(served_by: ServedBy) -> inference_pb2.ServedBy:
-    """What ran a request, as a message."""
+    """A `ServedBy` as a message."""
     return inference_pb2.ServedBy(**same_fields(served_by, ServedBy))
 
 

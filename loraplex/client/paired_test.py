@@ -76,7 +76,7 @@ class PairedTest:
 
     @property
     def outcome(self) -> Outcome:
-        """What the pairs so far say."""
+        """The result of the pairs so far."""
         if self.num_pairs < MIN_PAIRS:
             return Outcome.UNDECIDED
         if sum(self._for) >= 1 / LEVEL:

@@ -17,7 +17,7 @@ REFUSED = 3
 def run(
     module: str, arguments: Sequence[str], environ: Mapping[str, str], does: str, **options: Any
 ) -> bytes:
-    """What a module of this package writes to stdout when it is run.
+    """Run a module of this package, and return what it writes to stdout.
 
     Args:
         environ: variables of the process, besides PYTHONPATH.

@@ -19,7 +19,7 @@ EXPECTED_BACK_S = 10.0
 
 
 def service(num_input: int, num_output: int, weight: float) -> float:
-    """What tokens cost a tenant of this weight."""
+    """The cost of tokens for a tenant of this weight."""
     return (num_input * INPUT_TOKEN_COST + num_output * OUTPUT_TOKEN_COST) / weight
 
 

@@ -105,7 +105,7 @@ class Costs:
         )
 
     def spread(self, rng: random.Random) -> float:
-        """What the mean of one step's time is multiplied with."""
+        """The factor of the mean time of one step."""
         if not self.step_spread:
             return 1.0
         return rng.lognormvariate(-(self.step_spread**2) / 2.0, self.step_spread)

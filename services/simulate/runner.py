@@ -140,7 +140,7 @@ class TimedRunner:
         return copy
 
     def await_copies(self, timeout_s: float) -> None:
-        """Takes the time that they take, at most `timeout_s`."""
+        """Wait for the copies on the virtual clock, at most `timeout_s`."""
         end_s = min(self._copies_end_s, self._clock.now_s + timeout_s)
         self._clock.advance_to(end_s)
 

@@ -131,7 +131,7 @@ class KvBuffer:
         return self._planes[layer]
 
     def scales(self, layer: int) -> tuple[Tensor, Tensor] | None:
-        """What the codes of K and V of a layer are multiplied with, each `[num_blocks, Hkv, T]`;
+        """The scales of the codes of K and V of a layer, each `[num_blocks, Hkv, T]`;
         None if they have the model's dtype."""
         return self._scales.get(layer)
 

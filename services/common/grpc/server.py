@@ -121,7 +121,7 @@ class RunningServer:
         return tuple(self._ports)
 
     async def set_ready(self, ready: bool) -> None:
-        """What `readiness`, the empty name and each service name report."""
+        """Set what `readiness`, the empty name and each service name report."""
         self.ready = ready
         for name in self._names:
             await self._health.set(name, _serving(ready))

@@ -19,5 +19,5 @@ def start_with_secret(command: Sequence[str], secret: str) -> subprocess.Popen[b
 
 
 def read_secret() -> str:
-    """What `start_with_secret` wrote."""
+    """Read the secret that `start_with_secret` wrote."""
     return sys.stdin.read()

@@ -75,7 +75,7 @@ class Lease:
         return amount - taken
 
     def wish(self, need: float, rate: float) -> float:
-        """What to request beyond `need`: the expected use of the next second, within one lease."""
+        """The units to request beyond `need`: the expected use of a second, within a lease."""
         return min(self.recent, max(capacity_of(rate) - need, 0.0))
 
     def put(self, amount: float, rate: float) -> float:

@@ -84,7 +84,7 @@ class Files:
         self._storage = storage
 
     async def stored(self, tenant: str) -> StoredFiles:
-        """What the tenant stores."""
+        """The files that the tenant stores."""
         store = await self._storage.store()
         num_files, num_bytes = 0, 0
         async for info in store.list_objects(layout.contents(tenant)):

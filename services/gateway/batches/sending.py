@@ -52,7 +52,7 @@ class Endpoints(Protocol):
     async def post(
         self, caller: Caller, path: str, body: dict[str, Any], request_id: str
     ) -> Answer:
-        """What an endpoint answers to a request of the background priority."""
+        """The answer of an endpoint to a request of the background priority."""
 
 
 @dataclass(frozen=True, slots=True)

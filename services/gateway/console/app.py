@@ -95,7 +95,7 @@ class ConsoleEndpoints:
         return JSONResponse(shown, headers=_NO_STORE)
 
     async def history(self, request: Request) -> Response:
-        """What the charts of a range show. Only admins see it."""
+        """The data of the charts of a range. Only admins see it."""
         caller = await self.caller(request)
         if not is_admin(caller):
             raise PermissionDenied("the load is shown to keys with the scope admin")

@@ -155,5 +155,5 @@ def worker_state(view: WorkerView, labels: Labels | None, sees_all: bool) -> adm
 
 
 def service(servicer: AdminServicer) -> grpc_server.Service:
-    """What `grpc_server.start` serves."""
+    """The service for `grpc_server.start`."""
     return admin_pb2_grpc.add_AdminServiceServicer_to_server, servicer, NAME

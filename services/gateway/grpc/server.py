@@ -273,6 +273,6 @@ def _traceparent(context: Context) -> str:
 
 
 def service(generation: Generation, resolver: Resolver) -> grpc_server.Service:
-    """What `grpc_server.start` serves."""
+    """The service for `grpc_server.start`."""
     add = inference_pb2_grpc.add_InferenceServiceServicer_to_server
     return add, InferenceServicer(generation, resolver), NAME

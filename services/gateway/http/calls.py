@@ -145,7 +145,7 @@ def call_of(
     must_call: bool = False,
     routing: RoutingAsked,
 ) -> OpenAICall:
-    """What is common to all calls that generate. Raises: InvalidRequest, Unsupported."""
+    """The common part of all calls that generate. Raises: InvalidRequest, Unsupported."""
     model = model_of(body)
     stream = body.flag("stream")
     _check_sequences(len(prompts), asked.n or 1)

@@ -32,7 +32,7 @@ class LargeAnswers:
         self._slots = TenantSlots(_NUM_FORMATTING, max_waiting_per_tenant=MAX_RUNNING)
 
     async def formatted(self, tenant: str, work: Callable[[], bytes]) -> bytes:
-        """What `work` returns, in a thread."""
+        """Run `work` in a thread, and return its result."""
         async with self._slots.held(tenant, "large answers"):
             return await asyncio.to_thread(work)
 

@@ -86,7 +86,7 @@ def parse_conversation(body: Body, tool_use: ToolUse, *, generates: bool = True)
 
 
 def parse_inputs(body: Body, fields: dict[str, Any]) -> tuple[list[Prompt], str]:
-    """What `input` holds, or one conversation, and the field it came in. Raises: InvalidRequest."""
+    """The prompts in `input`, or one conversation, and their field. Raises: InvalidRequest."""
     if fields.get("messages") is None:
         special = body.flag("add_special_tokens", default=True)
         return parse_prompts("input", body.raw("input", PROMPTS), special), "input"

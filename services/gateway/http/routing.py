@@ -50,8 +50,8 @@ class RoutedField(TypedDict, total=False):
 
 
 def read_routing(body: Body) -> RoutingAsked:
-    """What a body asks for. A start without the request changes nothing, because clients send it in
-    every turn of a conversation. Raises: InvalidRequest."""
+    """The experts that a body requests. A start without the request changes nothing, because
+    clients send it in every turn of a conversation. Raises: InvalidRequest."""
     name = body.prefix + FIELD
     asked = body.raw(FIELD, {"type": ["boolean", "string"], "enum": [True, False, *FORMS]})
     start = body.integer("routed_experts_prompt_start") or 0

@@ -41,7 +41,7 @@ class WithinEndpoints:
     async def post(
         self, caller: Caller, path: str, body: dict[str, Any], request_id: str
     ) -> Answer:
-        """What an endpoint answers to a request of the background priority."""
+        """The answer of an endpoint to a request of the background priority."""
         if body.get("stream"):
             error = Unsupported.field("stream", True, "leave it out in batches")
             return _refused(error, request_id)

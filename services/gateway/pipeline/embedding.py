@@ -57,7 +57,7 @@ class Pooled:
 
     @property
     def served_by(self) -> ServedBy:
-        """What ran, with the worker of the first call."""
+        """The adapters and base that ran, with the worker of the first call."""
         return self.prepared[0].served_by(self.worker_id)
 
 

@@ -119,7 +119,7 @@ class LiveRequests:
         return list(self._live)
 
     def paused(self) -> dict[Adapter, PauseMode]:
-        """What is paused, and how."""
+        """The paused adapters, with the mode of each pause."""
         return dict(self._paused)
 
     @asynccontextmanager

@@ -44,7 +44,7 @@ async def score_all(
 
 
 def score_of(adapter: RunningAdapter, logits: Sequence[float]) -> PromptScore:
-    """What transformers' classification pipeline makes of logits, every label kept."""
+    """The result of transformers' classification pipeline for logits, with every label."""
     if is_regression(adapter):
         return PromptScore(logits, (), "")
     is_multi = adapter.pooling.problem_type == MULTI_LABEL

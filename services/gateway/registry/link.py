@@ -140,7 +140,7 @@ class RegistryLink:
         await self._call(self._stub.RecordUsage, report, REGISTER_TIMEOUT_S)
 
     async def usage(self, tenant: str, model: str, since: str) -> list[UsageEntry]:
-        """What a tenant used, by day and model. Raises: LoraplexError."""
+        """The usage of a tenant, by day and model. Raises: LoraplexError."""
         request = registry_pb2.ListUsageRequest(tenant=tenant, model=model, since=since)
         answer = await self._call(self._stub.ListUsage, request, REGISTER_TIMEOUT_S)
         return [registry_wire.usage_entry(entry) for entry in answer.entries]

@@ -221,7 +221,7 @@ def _merged(running: list[RunningAdapter]) -> tuple[RunningAdapter, ...]:
 
 
 def model_id(model: ServedModel | Version, tenant: str) -> str:
-    """What to write as `model`: own adapters by bare name, others' as tenant/name."""
+    """The value of `model` for an adapter: own adapters by bare name, others' as tenant/name."""
     if isinstance(model, ServedModel):
         return model.base_id
     return model.name if model.tenant == tenant else f"{model.tenant}/{model.name}"

@@ -55,7 +55,7 @@ class UsageSource(Protocol):
     """The part of the gateway that counts usage."""
 
     def take(self) -> UsageByKey:
-        """What was counted since the last call."""
+        """The counts since the last call."""
 
     def take_ephemeral(self) -> Collection[str]:
         """Ephemeral adapters that were used since the last call, as tenant/name."""

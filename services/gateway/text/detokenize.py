@@ -29,7 +29,7 @@ class Detokenizer(Protocol):
         """Text that became certain with this id; may be empty."""
 
     def flush(self) -> str:
-        """What was held back; an incomplete character becomes U+FFFD."""
+        """The text that was held back; an incomplete character becomes U+FFFD."""
 
 
 def _byte_alphabet() -> dict[str, int]:

@@ -42,7 +42,7 @@ class TextFilesReader:
     async def read(
         self, tenant: str, base_tokenizer: bytes, files: Mapping[str, bytes]
     ) -> TextFiles | str:
-        """What the files hold; a text says why they cannot be used.
+        """The content of the files; a text says why they cannot be used.
 
         Args:
             tenant: who asks; tenants get the process in rotation.

@@ -36,7 +36,7 @@ MAX_LABEL_VALUE_CHARS = 256
 
 
 def options_from_proto(message: pb.PublishOptions, tenant: str) -> Options:
-    """What the client asked an upload to become. Raises InvalidRequest naming the field."""
+    """The options that a client requested for an upload. Raises InvalidRequest with the field."""
     owner, name = parse_name(message.name, tenant, field="options.name")
     if len(message.tags) > MAX_TAGS:
         raise InvalidRequest.field("options.tags", len(message.tags), f"at most {MAX_TAGS} tags")

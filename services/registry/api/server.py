@@ -241,6 +241,6 @@ def _check_one_move(request: pb.SetTagRequest) -> None:
 
 
 def service(registry: Registry) -> grpc_server.Service:
-    """What `grpc_server.start` serves."""
+    """The service for `grpc_server.start`."""
     add = registry_pb2_grpc.add_RegistryServiceServicer_to_server
     return add, RegistryService(registry), SERVICE_NAME

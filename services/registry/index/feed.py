@@ -64,7 +64,7 @@ class EventFeed:
         self.is_closed = False
 
     def state(self) -> dict[str, Any]:
-        """What it follows, for /debug/state."""
+        """The state of the feed, for /debug/state."""
         return {
             "epoch": self._epoch,
             "last_event": self._last,

@@ -59,7 +59,7 @@ class IndexChange:
 
 
 def arguments_of(changes: Sequence[IndexChange], *, with_events: bool) -> list[bytes]:
-    """What `apply.lua` takes for changes: what to do as JSON, then the documents as they are.
+    """The arguments of `apply.lua` for changes: actions as JSON, then the documents as they are.
 
     Documents are referred to by their position, so that the script need not parse them.
     """

@@ -161,7 +161,7 @@ class Engine:
 
     @property
     def ready(self) -> EngineReady:
-        """What the API server process receives when the engine is ready."""
+        """The message to the API server process when the engine is ready."""
         sizes = self._arena.num_blocks, self._runner.block_bytes
         max_bytes = int(self._adapter_limits.max_blocks * self._runner.block_bytes)
         return EngineReady(self._info, *sizes, self._runner.layout, max_bytes)

@@ -132,7 +132,7 @@ class Gemma4Feed:
     experts: SideExperts | None
 
     def forward(self, normed: Tensor, x: Tensor, batch: ForwardBatch) -> Tensor:
-        """What is added to the residual stream `x`, `[T, H]`, after another norm."""
+        """The update of the residual stream `x`, `[T, H]`, before another norm."""
         y = self.mlp.forward(normed, batch)
         return y if self.experts is None else self.experts.add(y, x, batch)
 
@@ -170,7 +170,7 @@ class LayerInput:
     """Multiplies by the activation of the gate."""
 
     def forward(self, x: Tensor, own: Tensor, lora: LoraBatch) -> Tensor:
-        """What is added to `x`, `[T, H]`; `own`: `[T, width]`."""
+        """The update of `x`, `[T, H]`; `own`: `[T, width]`."""
         gated = self.gated(self.gate.forward(x, lora), own)
         return self.norm.forward(self.projection.forward(gated, lora), lora)
 

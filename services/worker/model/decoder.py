@@ -92,7 +92,7 @@ class DecoderLayer:
     def forward(
         self, x: Tensor, update: Tensor | None, cos_sin: CosSin, batch: ForwardBatch
     ) -> Tensor:
-        """What this layer's MLP adds to the residual stream, `[T, H]`.
+        """Run the layer; returns what its MLP adds to the residual stream, `[T, H]`.
 
         Args:
             x: `[T, H]`, the residual stream. Mutated: `update`, then the attention's, is added.
@@ -290,7 +290,7 @@ class Decoder:
 
     @property
     def routing(self) -> RoutingShape | None:
-        """What the layers choose for a token; None = they have no experts."""
+        """The experts that layers choose for a token; None = they have no experts."""
         moe = self.config.moe
         if moe is None:
             return None

@@ -46,7 +46,7 @@ def read_config(reader: ModelConfigReader, eos_token_ids: tuple[int, ...]) -> Mo
 def read_gemma(
     reader: ModelConfigReader, model_type: str, eos_token_ids: tuple[int, ...], defaults: Defaults
 ) -> ModelConfig:
-    """What Gemma 2 and 3 have in common."""
+    """The fields that Gemma 2 and 3 have in common."""
     reader.get("hidden_act")  # written next to hidden_activation, which is the one in use
     config = read_plain(reader, model_type, eos_token_ids, defaults)
     has_bias = reader.flag("attention_bias", False)

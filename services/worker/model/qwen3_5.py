@@ -157,7 +157,7 @@ def _delta_weights(builder: Builder, config: RecurrenceConfig, prefix: str) -> D
     heads = (config.num_value_heads, config.num_value_heads)
 
     def take(name: str, segments: Segments, *others: int) -> Tensor:
-        """What the rank has of it, float32."""
+        """The part of the rank, float32."""
         size = sum(features for features, _ in segments)
         window = builder.own.window(size, Cut(outputs=segments))
         shape = (size, *others)

@@ -180,7 +180,7 @@ def choose_isa(wanted: str) -> str:
 
 
 def level_table() -> str:
-    """What runs where, as docs/performance/cpu.md shows it."""
+    """The table of levels in docs/performance/cpu.md."""
     head = ("level", "processors", "`auto` computes in", "products", "low-rank updates")
     rows = [[*head, "attention", "norms, gate, sampling"], ["---"] * 7]
     for isa, level in LEVELS.items():

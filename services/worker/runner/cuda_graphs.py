@@ -141,7 +141,7 @@ class CapturedSteps:
 
 
 def forward_static(model: Decoder, batch: ForwardBatch) -> Tensor:
-    """What a graph contains: list the adapters' groups, then run the forward pass."""
+    """The content of a graph: list the adapters' groups, then run the forward pass."""
     if batch.lora.work is not None:
         batch.lora.work.list_groups(len(batch.input_ids))
     return model.forward(batch)

@@ -225,7 +225,7 @@ def site_masks(sites: SiteTable) -> tuple[frozenset[int], ...]:
 
 
 def site_shapes(sites: SiteTable, block_elements: int) -> list[SiteShape]:
-    """What launches need to know of each site; those that kernels do not serve have no parts.
+    """The shapes of all sites, for launches; those that kernels do not serve have no parts.
 
     Args:
         block_elements: numbers of an adapter that a block of the arena holds.

@@ -19,7 +19,7 @@ def propose(
     batch: ForwardBatch,
     model: Decoder,
 ) -> dict[int, int]:
-    """What the head proposes, by index of the planned row, for rows that are to have a proposal.
+    """The proposals of the draft head, by index of the planned row, for rows that need one.
 
     The head computes every position, so that its keys and values are complete. Where a draft is
     rejected, what it computed for later positions is overwritten by the next step.

@@ -73,7 +73,7 @@ class EngineClient:
         return self._is_up
 
     def state(self) -> dict[str, Any]:
-        """What is known about the engine process, for /debug/state."""
+        """The state of the engine process, for /debug/state."""
         heard = self._heard_s and round(time.monotonic() - self._heard_s, 3)
         return {
             "is_up": self._is_up,

@@ -147,7 +147,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
 
 
 def worker_service(config: WorkerConfig, api: ApiServer) -> grpc_server.Service:
-    """What `grpc_server.start` takes."""
+    """The service for `grpc_server.start`."""
     add = worker_pb2_grpc.add_WorkerServiceServicer_to_server
     return add, WorkerServicer(config, api), "loraplex.v1.WorkerService"
 

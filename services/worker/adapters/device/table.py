@@ -105,11 +105,11 @@ class EnteredAdapter:
         )
 
     def records(self) -> AdapterRecords:
-        """What kernels on a GPU read, counted from the image's extents."""
+        """The records that kernels on a GPU read, counted from the image's extents."""
         return records_in(self.index)
 
     def delta(self, site_id: int) -> SiteDelta | None:
-        """What the adapter adds at a site; None if it has nothing."""
+        """The update of the adapter at a site; None if it has none."""
         if site_id not in self._deltas:
             if site_id not in self.sites:
                 return None

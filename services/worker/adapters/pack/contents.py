@@ -31,7 +31,7 @@ class AdapterReader:
         self._report = lru_cache(_KEPT)(self._validated)
 
     def read(self, folder: Path) -> Report:
-        """What validation found: the modules that the adapter changes, each of which is in the
+        """The result of validation: the modules that the adapter changes, each of which is in the
         base.
 
         Raises:

@@ -55,7 +55,7 @@ class CodedWeight:
 
     @property
     def kind(self) -> Kind | None:
-        """What kernels read the codes as; None = none reads them."""
+        """The kind of codes for kernels; None = no kernel reads them."""
         if self.table is not None:
             known = (INTEGERS, INTEGERS - 8)
             return "int4" if any(self.table.cpu().equal(table) for table in known) else None

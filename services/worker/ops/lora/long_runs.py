@@ -182,7 +182,7 @@ def _tile_blocks(tables: DeviceTables, run: RowRun) -> int:
 
 
 def shrink_constants(shape: SiteShape, dtype: torch.dtype, is_int8: bool) -> dict[str, Any]:
-    """What `shrink_long` is compiled for; `dtype` is that of x."""
+    """The compile-time constants of `shrink_long`; `dtype` is that of x."""
     is_half = dtype.itemsize < 4
     return {
         "SPLITS": _num_splits(shape.num_inputs),
@@ -194,7 +194,7 @@ def shrink_constants(shape: SiteShape, dtype: torch.dtype, is_int8: bool) -> dic
 
 
 def expand_constants(shape: SiteShape, dtype: torch.dtype, is_int8: bool) -> dict[str, Any]:
-    """What `expand_long` is compiled for; `dtype` is that of y."""
+    """The compile-time constants of `expand_long`; `dtype` is that of y."""
     is_half = dtype.itemsize < 4
     return {
         "BLOCK_OUTPUTS": 64 if is_half and not shape.may_be_cut else 32,

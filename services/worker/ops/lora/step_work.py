@@ -82,7 +82,7 @@ class StepWork:
         return self.intermediates[dtype]
 
     def arrays(self, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        """What `update_site` takes of them, in its order; `dtype` is that of x and y."""
+        """The arguments of `update_site`, in its order; `dtype` is that of x and y."""
         lists = self.entries, self.lanes, self.counts, self.tile_ends, self.vectors
         return self.partial, self.intermediate(dtype), *lists, self.tickets, self.done
 
@@ -119,7 +119,7 @@ class StepWork:
 
 
 def work_size(tables: DeviceTables, runs: Sequence[RowRun], num_rows: int) -> WorkSize:
-    """What the runs of a step need."""
+    """The sizes that the runs of a step need."""
     cut = cut_at_tiles(runs)
     groups = sum(tables.entered(run.slot).max_groups for run in cut)
     vectors = sum(tables.entered(run.slot).max_vectors for run in cut)

@@ -197,7 +197,7 @@ def constants_of(
     expands: bool,
     has_base: bool,
 ) -> dict[str, Any]:
-    """What `update_site` is compiled for; `dtype` is that of x and y."""
+    """The compile-time constants of `update_site`; `dtype` is that of x and y."""
     return {
         "NUM_PARTS": len(shape.parts),
         "SPLITS": num_splits(shape.num_inputs, len(shape.parts)),

@@ -178,7 +178,7 @@ def grouped_linear(
 def constants_of(
     tiling: GroupedTiling, num_experts: int, num_active: int, dtype: torch.dtype
 ) -> dict[str, int | bool]:
-    """What `grouped_linear_kernel` is compiled for."""
+    """The compile-time constants of `grouped_linear_kernel`."""
     return {
         "MAX_EXPERTS": power_of_two(num_experts),
         "NUM_ACTIVE": num_active,
