@@ -219,12 +219,15 @@ build_kernels() { # $@: the groups
 keep_bytecode() { # $@: the groups
     modules=loraplex_services.gateway.__main__,loraplex_services.registry.__main__
     [ "$torch_free" ] || modules=$modules,loraplex_services.worker.runner.building
-    case " $* " in *" test "*) modules=$modules,model_signing ;; esac
-    "$venv/bin/python" -c "import $modules" >>"$log" 2>&1 || true
-    # Each process of `make test` would compile the same tests at the same time.
     case " $* " in
-        *" test "*) "$venv/bin/pytest" --collect-only -qq -p no:cacheprovider >>"$log" 2>&1 || true ;;
+        *" test "*)
+            # Each process of `make test` would compile the same tests at the same time. To collect
+            # them imports what services import, too.
+            "$venv/bin/pytest" --collect-only -qq -p no:cacheprovider >>"$log" 2>&1 || true
+            modules=model_signing
+            ;;
     esac
+    "$venv/bin/python" -c "import $modules" >>"$log" 2>&1 || true
 }
 
 [ $# -gt 0 ] || { say "name what to set up: run, test, dev or torch-free"; exit 2; }
