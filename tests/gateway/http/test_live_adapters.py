@@ -158,6 +158,7 @@ async def test_other_requests_are_not_touched_by_anupdate(live: Stack) -> None:
     others = [start(live, model="other", on_update="follow"), start(live, model="base")]
     running = start(live, on_update="follow")
     await eventually(lambda: len(live.workers[0].requests) == 3)
+    await until_running(live)
     await update(live, 2)
     assert check_labels((await running).json()["choices"][0]) == [1, 2]
     other, base = [(await each).json()["choices"][0] for each in others]
