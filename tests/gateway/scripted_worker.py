@@ -65,6 +65,7 @@ class _Peer:
     """One open session."""
 
     live: dict[str, _Live] = field(default_factory=dict)
+    submitted: asyncio.Event = field(default_factory=asyncio.Event)
     acked_step: int = 0
     outbox: asyncio.Queue[worker_pb2.SessionResponse | None] = field(default_factory=asyncio.Queue)
 
@@ -250,10 +251,14 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
             return
         script = self.script(request)[: request.sampling.max_tokens]
         peer.live[request.request_id] = _Live(request, script, len(request.output_ids))
+        peer.submitted.set()
 
     async def _steps(self, peer: _Peer) -> None:
         """One token for every live request a step."""
         while True:
+            if not peer.live:
+                peer.submitted.clear()
+                await peer.submitted.wait()
             await asyncio.sleep(self.step_s or 0.001)
             moving = [(name, live) for name, live in peer.live.items() if not self._stands(live)]
             if not moving:
