@@ -71,6 +71,8 @@ COUNTS = {
     "MAX_WAITING_MESSAGES_PER_TENANT": "larger ones of a tenant that wait to be parsed; "
     "further ones are refused",
     "MAX_HTTP_CONNECTIONS": "HTTP connections of one gateway; further ones are closed",
+    "MAX_HTTP_HEAD_BYTES": "of the head of an HTTP request: its first line and its headers",
+    "MAX_HTTP_LINES": "lines of it",
     "MAX_HTTP_HEADER_S": "seconds for the head of an HTTP request to arrive",
     "MAX_JSON_COMMAS": "commas in an HTTP body; this bounds its number of values",
     "MAX_JSON_BRACKETS": "opening brackets and braces in an HTTP body",

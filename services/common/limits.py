@@ -221,6 +221,10 @@ MAX_SMALL_MESSAGE_BYTES = 64 * KIB
 MAX_WAITING_MESSAGES_PER_TENANT = 64
 """Most of these that wait to be parsed."""
 MAX_HTTP_CONNECTIONS = 8192
+MAX_HTTP_HEAD_BYTES = 16 * KIB
+"""Largest head of an HTTP request."""
+MAX_HTTP_LINES = 256
+"""Most lines of it. Each takes the HTTP parser about 1.3 microseconds, however short."""
 MAX_HTTP_HEADER_S = 30
 """Longest time in seconds for the head of an HTTP request to arrive."""
 MAX_HTTP_UNREAD_S = 60

@@ -1,5 +1,5 @@
-"""Limits HTTP connections: their number, the time that they wait for a request or a reader, and how
-finely a body may be cut.
+"""Limits HTTP connections: their number, the size of heads, the time that they wait for a request
+or a reader, and how finely a body may be cut.
 
 uvicorn keeps a connection until its first request is complete, however long that takes.
 """
@@ -7,6 +7,7 @@ uvicorn keeps a connection until its first request is complete, however long tha
 from __future__ import annotations
 
 import asyncio
+import re
 from typing import Any
 
 import h11
@@ -14,21 +15,28 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from loraplex_services.common.limits import (
     MAX_HTTP_CONNECTIONS,
+    MAX_HTTP_HEAD_BYTES,
     MAX_HTTP_HEADER_S,
+    MAX_HTTP_LINES,
     MAX_HTTP_UNREAD_S,
     MAX_SMALL_HTTP_CHUNKS,
     MIN_HTTP_CHUNK_BYTES,
     MIN_HTTP_READ_BYTES,
 )
 
+_END_OF_HEAD = re.compile(rb"\n\r?\n")
+
 
 class _Parser(h11.Connection):
-    """Refuses a body in too many small chunks, which keep the event loop busy at little cost."""
+    """Refuses what keeps the event loop busy at little cost: a large head of many short lines, and
+    a body in too many small chunks."""
 
     _num_small_chunks = 0
 
     def next_event(self) -> Any:
         """Raises RemoteProtocolError, as for anything else that is not a proper request."""
+        if self.their_state is h11.IDLE:
+            self._check_head()
         event = super().next_event()
         if isinstance(event, h11.Request):
             self._num_small_chunks = 0
@@ -37,6 +45,14 @@ class _Parser(h11.Connection):
             if self._num_small_chunks > MAX_SMALL_HTTP_CHUNKS:
                 raise h11.RemoteProtocolError("the body has too many small chunks")
         return event
+
+    def _check_head(self) -> None:
+        """h11 itself limits only the size, and only of a head that is not complete."""
+        received, _ = self.trailing_data
+        end = _END_OF_HEAD.search(received)
+        num_bytes = len(received) if end is None else end.end()
+        if num_bytes > MAX_HTTP_HEAD_BYTES or received.count(b"\n", 0, num_bytes) > MAX_HTTP_LINES:
+            raise h11.RemoteProtocolError("the head of the request is too large")
 
 
 class TimedProtocol(H11Protocol):
@@ -56,7 +72,7 @@ class TimedProtocol(H11Protocol):
     def __init__(self, *args: Any, **fields: Any) -> None:
         """As uvicorn makes it."""
         super().__init__(*args, **fields)
-        self.conn = _Parser(h11.SERVER)
+        self.conn = _Parser(h11.SERVER, MAX_HTTP_HEAD_BYTES)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """A client connects. Closes the connection if there are too many."""

@@ -51,6 +51,34 @@ async def test_a_head_that_trickles_in_gets_no_more_time(
     writer.close()
 
 
+@pytest.mark.parametrize("headers", [b"a:\r\n" * 300, b"a:" + b"b" * 20_000 + b"\r\n"])
+@pytest.mark.parametrize("is_first", [True, False])
+async def test_a_head_of_many_lines_or_bytes_is_refused_before_it_is_parsed(
+    stack: Stack, headers: bytes, is_first: bool
+) -> None:
+    await stack.start()
+    reader, writer = await _connected(stack)
+    many = REQUEST[:-2] + headers + b"\r\n"
+    writer.write(many if is_first else REQUEST + many)
+    async with asyncio.timeout(30):
+        answered = await reader.read()
+    assert answered.count(b"200 OK") == (not is_first)
+    assert answered.count(b"400 Bad Request") == 1
+    writer.close()
+
+
+async def test_a_small_head_with_a_body_larger_than_any_head_is_read(stack: Stack) -> None:
+    await stack.start()
+    reader, writer = await _connected(stack)
+    size = 4 * limits.MAX_HTTP_HEAD_BYTES
+    writer.write(b"GET /healthz HTTP/1.1\r\nhost: localhost\r\n")
+    writer.write(b"content-length: %d\r\n\r\n" % size + b" " * size + REQUEST)
+    async with asyncio.timeout(30):
+        for _ in range(2):
+            assert b"200 OK" in await reader.readuntil(b"ok\n")
+    writer.close()
+
+
 async def test_connections_beyond_the_limit_are_closed_and_the_others_served(
     stack: Stack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
