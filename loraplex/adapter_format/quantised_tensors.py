@@ -128,7 +128,7 @@ def _coded_shape(
 
 
 def _shape_in(state: TensorInfo, read: Read) -> tuple[int, int]:
-    """What bitsandbytes packs alongside the codes: a JSON object."""
+    """The JSON object that bitsandbytes packs alongside the codes."""
     if state.num_bytes > MAX_STATE_BYTES:
         raise InvalidRequest.field(state.name, f"{state.num_bytes} bytes", "is too long")
     try:

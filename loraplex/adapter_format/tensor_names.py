@@ -81,7 +81,7 @@ def split_tensor_name(name: str) -> TensorName:
 
 
 _WHOLE_EXPERTS = (".experts.gate_up_proj", ".experts.down_proj")
-"""What PEFT writes for experts in modules_to_save with transformers 5: all experts in one."""
+"""The name that PEFT writes for experts in modules_to_save with transformers 5: all in one."""
 
 
 def _is_odd(module: str) -> bool:

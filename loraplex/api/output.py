@@ -1,4 +1,4 @@
-"""What a generation returns: finish reasons, logprobs, token counts and times."""
+"""The results of a generation: finish reasons, logprobs, token counts and times."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class PackedLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class RoutingShape:
-    """What the layers of a mixture of experts choose for one token."""
+    """The shape of the choices that a mixture of experts makes for one token."""
 
     num_layers: int
     """All layers of the base. The numbers of a dense layer are 0."""

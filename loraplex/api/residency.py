@@ -1,4 +1,4 @@
-"""What a worker reports: where its adapters are, and its load."""
+"""The reports of a worker: where its adapters are, and its load."""
 
 from __future__ import annotations
 

@@ -130,7 +130,7 @@ async def compare(args: argparse.Namespace) -> None:
 async def _versions(
     args: argparse.Namespace, registry: RegistryClient
 ) -> tuple[AdapterVersion, AdapterVersion]:
-    """What the tag points at and the candidate. Raises: InvalidRequest, Conflict, NotFound."""
+    """The target of the tag, and the candidate. Raises: InvalidRequest, Conflict, NotFound."""
     from loraplex.errors import Conflict, InvalidRequest
     from loraplex.refs import parse_name
 

@@ -51,7 +51,7 @@ class PairedTest:
     _squares: float = 0.0
     """Sum of squared deviations from the mean, by Welford's algorithm."""
     _for: list[float] = field(default_factory=_stakes)
-    """What is left of the stakes that were bet on the candidate, in the order of `BETS`."""
+    """The rest of the stakes that were bet on the candidate, in the order of `BETS`."""
     _against: list[float] = field(default_factory=_stakes)
 
     def add(self, difference: float) -> None:

@@ -31,7 +31,7 @@ from loraplex.sources.selection import select
 _REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
 _CHUNK_BYTES = 1 << 20
 WRONG_ANSWERS = (json.JSONDecodeError, UnicodeError, AttributeError, LookupError, TypeError)
-"""What the hub's client raises for an answer that is no JSON, or not of the hub's form."""
+"""Errors of the hub's client for an answer that is not JSON, or not of the hub's form."""
 
 
 def fetch_from_hub(

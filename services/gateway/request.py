@@ -106,7 +106,7 @@ class RunningAdapter(ServedContent):
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What a model string means now: a base and the adapters on it."""
+    """The present meaning of a model string: a base and the adapters on it."""
 
     base_id: str
     adapters: tuple[RunningAdapter, ...] = ()

@@ -63,7 +63,7 @@ class Roofline:
 
     costs: Costs
     arena_bytes: int
-    """What the weights leave."""
+    """The memory that the weights leave free."""
 
 
 def roofline(base: Base, gpu: Gpu) -> Roofline:

@@ -142,7 +142,7 @@ class SimulatedWorker:
         return output
 
     def _take_in(self, output: StepOutput) -> None:
-        """What a gateway hears of a step."""
+        """The report of a step to a gateway."""
         self._view = None
         for token in output.tokens:
             self._unstarted_tokens -= self._unstarted.pop(token.request_id, 0)
@@ -163,7 +163,7 @@ class SimulatedWorker:
         self._asked = frozenset(itertools.chain.from_iterable(self._in_flight.values()))
 
     def view(self) -> WorkerView:
-        """What a gateway that hears of every step at once sees."""
+        """The view of a gateway that is informed of every step immediately."""
         if self._view is None:
             self._view = WorkerView(
                 worker_id=self.worker_id,

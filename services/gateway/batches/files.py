@@ -24,9 +24,9 @@ from loraplex_services.gateway.batches import layout
 from loraplex_services.gateway.batches.storage import Storage
 
 SEGMENT_BYTES = 8 << 20
-"""What an upload holds in memory. All but the last segment of a file have it."""
+"""Bytes that an upload holds in memory. All but the last segment of a file have this size."""
 _READ_BYTES = 1 << 20
-"""What a download holds in memory, for as long as its reader takes."""
+"""Bytes that a download holds in memory until its reader has taken them."""
 
 FilePurpose = Literal["batch", "batch_output"]
 """`batch` = lines of a batch, `batch_output` = its results or errors."""

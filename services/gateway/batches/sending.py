@@ -57,7 +57,7 @@ class Endpoints(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RunContext:
-    """What all runs of one gateway share."""
+    """The parts that all runs of one gateway share."""
 
     gateway_id: str
     storage: Storage

@@ -218,8 +218,8 @@ class AdapterEndpoints:
         }
 
     def _recent(self, caller: Caller) -> Mapping[str, ModelLoad]:
-        """What the adapters of the caller's tenant did within the last minute, by tenant/name. What
-        an adapter of others does is theirs to see."""
+        """The usage of the adapters of the caller's tenant within the last minute, by tenant/name.
+        Only their owners see that of other adapters."""
         recent = self.loads.last_minute(None if sees_all_adapters(caller) else caller.tenant)
         return {each.model: each for each in recent.models}
 

@@ -263,7 +263,7 @@ def _model(model: ServedModel | Version, tenant: str) -> inference_pb2.Model:
 
 
 async def _made(pooled: Pooled, work: Callable[[], T]) -> T:
-    """What `work` makes of vectors, in a thread if there are many."""
+    """Run `work` on vectors, in a thread if there are many."""
     return await asyncio.to_thread(work) if pooled.is_large else work()
 
 

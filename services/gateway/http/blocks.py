@@ -28,7 +28,7 @@ class Block:
 
 
 class BlockStep(enum.Enum):
-    """What happened to a block."""
+    """A change of a block."""
 
     OPENED = enum.auto()
     GREW = enum.auto()
@@ -42,7 +42,7 @@ class BlockEvent:
     step: BlockStep
     block: Block
     text: str = ""
-    """What a growing block gained."""
+    """The new text of a growing block."""
 
 
 class AnswerBlocks:

@@ -38,7 +38,7 @@ _SPLIT_KEY = "x-loraplex-split-key"
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """What an HTTP request contains outside its body."""
+    """The parts of an HTTP request outside its body."""
 
     request_id: str
     tenant: str

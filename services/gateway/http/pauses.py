@@ -1,5 +1,5 @@
-"""What trainers call around an update, as on vLLM: /pause, /resume and /is_paused for all models or
-for one adapter, and /reset_prefix_cache.
+"""The calls of trainers around an update, as on vLLM: /pause, /resume and /is_paused for all models
+or for one adapter, and /reset_prefix_cache.
 
 A pause applies only to this gateway; trainers call every server that they know.
 """

@@ -19,7 +19,7 @@ PROMPTS: Schema = {
         {"type": "array", "items": {"anyOf": [STRING, TOKEN_IDS]}, "maxItems": MAX_PROMPTS},
     ]
 }
-"""What `parse_prompts` takes."""
+"""The forms of a prompt that `parse_prompts` takes."""
 MESSAGES: Schema = {
     "type": "array",
     "minItems": 1,
@@ -29,7 +29,7 @@ MESSAGES: Schema = {
         "properties": {"role": STRING, "content": {"type": ["string", "array"]}},
     },
 }
-"""What a chat's `messages` are."""
+"""The form of a chat's `messages`."""
 
 
 def parse_prompts(field: str, value: Any, add_special_tokens: bool) -> list[Prompt]:

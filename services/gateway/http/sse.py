@@ -86,7 +86,7 @@ class StreamFormat:
     is_named: bool = False
     """Each event has the name that its object holds in `type`."""
     last: bytes = b""
-    """What follows the last object."""
+    """The text after the last object."""
 
     def event(self, chunk: Mapping[str, Any]) -> bytes:
         """One object as an event."""

@@ -53,7 +53,7 @@ _RECENT_STEPS = 12
 
 @dataclass(slots=True)
 class _Step:
-    """What happened within one step."""
+    """The load within one step."""
 
     number: int
     """Number of the step, counted from the clock's zero."""

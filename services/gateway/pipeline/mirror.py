@@ -23,7 +23,7 @@ class MirroredRequest:
     """One request that ended well, and its answer."""
 
     request: GenerateRequest
-    """What to send to another version for a comparable answer. It names no model."""
+    """The request that another version needs for a comparable answer. It names no model."""
     prompt_text: str
     token_ids: tuple[int, ...]
     text: str

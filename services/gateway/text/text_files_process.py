@@ -25,7 +25,7 @@ _MODULE = "loraplex_services.gateway.text.text_files_process"
 
 @dataclass(frozen=True, slots=True)
 class TextFiles:
-    """What an adapter's files add to its base."""
+    """The additions of an adapter's files to its base."""
 
     added: tuple[AddedToken, ...] = ()
     chat: ChatFormat | None = None

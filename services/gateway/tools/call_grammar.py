@@ -194,7 +194,7 @@ class _Writer:
         return ("<tool_call>", "</tool_call>") if is_coder else ()
 
     def _body(self) -> str:
-        """What follows a mark, in the notation of the base."""
+        """The grammar after a mark, in the notation of the base."""
         match self._format:
             case ToolFormat.HERMES:
                 self._json("object", one_call(self._use.schemas, "arguments"))

@@ -71,7 +71,7 @@ class State(enum.Enum):
     CALL = enum.auto()
     """A mark, or a call without one, that is not complete."""
     AFTER_CALL = enum.auto()
-    """What follows a call, perhaps another one that needs no mark."""
+    """The text after a call, perhaps another call that needs no mark."""
 
 
 class CallReader(ABC):

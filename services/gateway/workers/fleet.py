@@ -31,7 +31,7 @@ _SHARED_FACTS = (
     "tokenizer_digest",
     "generation_config_json",
 )
-"""What all workers of a base say alike. The gateway uses what the last one said."""
+"""Facts that are the same for all workers of a base. The gateway uses those of the last one."""
 
 BaseSeen = Callable[[worker_pb2.GetModelResponse], None]
 
@@ -67,7 +67,7 @@ class Fleet:
         self._pacer = WakeupPacer()
         self._links: dict[str, tuple[WorkerLink, asyncio.Task[None]]] = {}
         self._models: dict[str, worker_pb2.GetModelResponse] = {}
-        """What the worker at each address last said of its base, without the tokenizer."""
+        """The base of the worker at each address, as last reported, without the tokenizer."""
         self._bases: dict[str, ServedBase] = {}
         self._change = asyncio.Event()
 

@@ -165,9 +165,9 @@ class Decoder:
         self._query_scales = query_scales(config, embedding.weight.device)
         self.ropes = Ropes(config.ropes, embedding.weight.device)
         self.pass_layers: LayersPass = self.forward_layers
-        """What computes the layers: `forward_layers`, or something that gives the same."""
+        """The function that computes the layers: `forward_layers`, or one with the same results."""
         self.draft_head: DraftHead | None = None
-        """What proposes drafts, if the files have it and it is wanted."""
+        """The draft head, if the files have one and it is wanted."""
 
     @property
     def cached_config(self) -> ModelConfig:

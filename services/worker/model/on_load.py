@@ -149,7 +149,7 @@ def int4(weight: Tensor) -> CodedWeight:
 
 
 SCHEMES: Mapping[str, Callable[[Tensor], CodedWeight]] = {INT8: int8, INT4: int4, FP8: fp8}
-"""What becomes of a linear, by the setting's value."""
+"""The form of a linear, by the setting's value."""
 
 
 def _without_zeros(scales: Tensor) -> Tensor:

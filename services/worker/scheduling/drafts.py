@@ -255,7 +255,7 @@ class KnownTokens:
         self.kept = kept
         self.rates = replace(kept.rates)
         self.proposal: int | None = None
-        """What the base's head proposed in the last step."""
+        """The proposals of the draft head in the last step."""
         self._was_proposed = False
         """Whether the latest drafts were."""
         self._output_ids = request.output_ids

@@ -105,7 +105,7 @@ class Cluster:
 
 
 class _Lane:
-    """What a walk has left of one tenant."""
+    """The requests of one tenant that a walk has not visited."""
 
     def __init__(self, tenant: str, waiting: list[Entry]) -> None:
         self.tenant = tenant

@@ -64,7 +64,7 @@ def _request(request: ServerRequest, status: StatusBoard, now_s: float) -> dict[
 
 
 def _stage(request: ServerRequest, status: StatusBoard) -> str:
-    """What a request waits for, or that it runs."""
+    """The reason why a request waits, or that it runs."""
     if request.num_output or request.has_entered:
         return "running"
     if request.grammar_check is not None and not request.grammar_check.done():

@@ -1,4 +1,4 @@
-"""What an adapter's image depends on besides the adapter: a worker's base, types and blocks."""
+"""The facts that an adapter's image depends on besides the adapter: base, types and blocks."""
 
 from __future__ import annotations
 

@@ -160,7 +160,7 @@ class EngineReady(msgspec.Struct, frozen=True, tag="ready"):
     total_blocks: int
     block_bytes: int
     layout: AdapterLayout
-    """What adapters are packed for."""
+    """The layout for which adapters are packed."""
     max_lora_bytes: int
     """Most bytes of the arena for adapters."""
 

@@ -35,7 +35,7 @@ class ModelInfo:
     numerics_fingerprint: str
     """Equal fingerprints give equal tokens in float32."""
     geometry: Geometry
-    """What adapters are validated against."""
+    """The geometry against which adapters are validated."""
     quantization: str = ""
     """Quantisation at load, such as "int8" or "int8-kv-int8"; "" = none."""
     caps_context: bool = False

@@ -132,7 +132,7 @@ class ResponsesEndpoints:
         return parse_responses(fields, origin, await self._history(request, caller, fields))
 
     async def _history(self, request: Request, caller: Caller, fields: dict[str, Any]) -> History:
-        """What a request continues, and the items that it refers to."""
+        """The response that a request continues, and the items that it refers to."""
         previous_id = fields.get("previous_response_id")
         if previous_id is not None and (not isinstance(previous_id, str) or not previous_id):
             raise bad_type("previous_response_id", previous_id, "the id of a response")

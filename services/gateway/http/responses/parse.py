@@ -248,7 +248,7 @@ def _tool_choice(value: Any) -> Any:
 
 
 def _includes(names: Sequence[str]) -> frozenset[str]:
-    """What a response contains besides the usual. Results of hosted tools never occur."""
+    """Optional parts of a response. Results of hosted tools never occur."""
     for index, name in enumerate(names):
         if name not in _INCLUDES:
             why = f"must be one of {', '.join(sorted(_INCLUDES))}"

@@ -46,7 +46,7 @@ def read_four_bits(
 
 
 def _state(files: StoredTensors, module: str) -> tuple[dict[str, Any], str]:
-    """What is packed alongside the codes, and the tensor's name."""
+    """The object that is packed alongside the codes, and the tensor's name."""
     for suffix in QUANT_STATES:
         if files.has(name := module + suffix):
             try:

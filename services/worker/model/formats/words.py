@@ -1,4 +1,4 @@
-"""What all readers share: stored tensors, and codes that are packed into words."""
+"""Shared by all readers: stored tensors, and codes that are packed into words."""
 
 from __future__ import annotations
 

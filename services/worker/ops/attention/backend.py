@@ -224,7 +224,7 @@ class AttentionMaker:
         self.backend = backend
         self.name = name
         self.kv_cache_dtype = AUTO
-        """What keys and values are stored as; set before the layers are made."""
+        """The type in which keys and values are stored; set before the layers are made."""
         self._layer_fields = layer_fields or {}
         self._metadata_fields = metadata_fields or {}
 

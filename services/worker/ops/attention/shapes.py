@@ -12,9 +12,9 @@ MIN_QUERIES = 16
 MIN_KEYS = 16
 """Keys of one, which are whole blocks."""
 LARGE_SHARED_BYTES = 160 << 10
-"""What the data-centre GPUs since Ampere have at least; the others have 99 KiB."""
+"""The least that data-centre GPUs since Ampere have; the others have 99 KiB."""
 TWICE_LARGE_BYTES = 200 << 10
-"""What those since Hopper have at least, which is enough for two programs of 96 KiB."""
+"""The least that those since Hopper have, which is enough for two programs of 96 KiB."""
 LARGE_STEP_ROWS = 1 << 15
 """Token rows times query heads: 256 tiles of 128 queries."""
 WIDE_DIM = 256

@@ -22,7 +22,7 @@ class SideStream:
 
     @contextmanager
     def fork(self) -> Iterator[None]:
-        """What is launched inside runs concurrently with what the step's stream launches next."""
+        """Launches inside run concurrently with the next launches of the step's stream."""
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             yield

@@ -1,4 +1,4 @@
-"""What an adapter adds at one site, as views of its tiles in the arena. Plain data."""
+"""The update of an adapter at one site, as views of its tiles in the arena. Plain data."""
 
 from __future__ import annotations
 

@@ -144,7 +144,7 @@ def _entry_of(item, entries, first_part, max_groups, NUM_PARTS: tl.constexpr, SP
 
 @triton.jit
 def _words_of(entry):
-    """What every item needs of its entry."""
+    """The words of its entry that every item needs."""
     return tl.load(entry), tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 5)
 
 
