@@ -13,10 +13,10 @@ import grpc
 
 from loraplex.adapter_format import File
 from loraplex.api import registry_wire
-from loraplex.api.error_wire import from_rpc_error
+from loraplex.api.error_wire import from_rpc_error, has_details
 from loraplex.api.registry import Tag, UsageEntry
 from loraplex.api.tenants import TenantLimits
-from loraplex.errors import DataLoss, LoraplexError
+from loraplex.errors import DataLoss, LoraplexError, Unavailable
 from loraplex.refs import Ref
 from loraplex.v1 import registry_pb2, registry_pb2_grpc
 from loraplex_services.common.callers import Caller
@@ -66,7 +66,7 @@ class RegistryLink:
         try:
             return await method(request, timeout=timeout_s, metadata=self._metadata)
         except grpc.RpcError as error:
-            raise from_rpc_error(error) from None
+            raise _error_of(error) from None
 
     async def lookup(self, ref: Ref, split_key: str) -> tuple[Version, tuple[Tag, ...]]:
         """Resolve one reference at the registry. Raises: NotFound, Unavailable."""
@@ -101,7 +101,7 @@ class RegistryLink:
                     )
                 found[path] += part.chunk.data
         except grpc.RpcError as error:
-            raise from_rpc_error(error) from None
+            raise _error_of(error) from None
         finally:
             call.cancel()
         for path, content in found.items():
@@ -111,9 +111,15 @@ class RegistryLink:
         return {path: bytes(content) for path, content in found.items()}
 
     async def register_base(self, base: registry_pb2.Base, *, replace: bool) -> None:
-        """Publish a base's geometry. Raises: LoraplexError, such as a clash with another base."""
+        """Publish a base's geometry. Raises: LoraplexError, such as a clash with another base, or
+        what the transport says, for the log."""
         request = registry_pb2.RegisterBaseRequest(base=base, replace=replace)
-        await self._call(self._stub.RegisterBase, request, REGISTER_TIMEOUT_S)
+        try:
+            await self._stub.RegisterBase(
+                request, timeout=REGISTER_TIMEOUT_S, metadata=self._metadata
+            )
+        except grpc.RpcError as error:
+            raise from_rpc_error(error) from None
 
     async def check_key(self, token: str) -> Caller:
         """The caller that holds an API key. Raises: Unauthenticated, or Unavailable and the
@@ -273,3 +279,16 @@ class _Watch:
         """Drop a refused token; keep it if the registry was merely unavailable."""
         if after.reason != "UNAVAILABLE":
             self.resume_token = ""
+
+
+def _error_of(error: grpc.RpcError) -> LoraplexError:
+    """The error behind a failed call. What the transport says contains the registry's address,
+    which the callers of a gateway do not learn."""
+    found = from_rpc_error(error)
+    if has_details(error) or found.reason != Unavailable.reason:
+        return found
+    return Unavailable(
+        "the registry does not answer; try again",
+        reason="REGISTRY_UNAVAILABLE",
+        retry_after_s=1.0,
+    )

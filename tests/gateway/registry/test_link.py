@@ -53,6 +53,10 @@ async def test_anything_else_is_refused(chunks: list[tuple[str, bytes]]) -> None
 
 async def test_a_registry_that_is_away_says_so() -> None:
     link = RegistryLink("127.0.0.1:1")
-    with pytest.raises(Unavailable):
-        await link.read_files("default/a:v1", WANTED)
+    for call in (link.read_files("default/a:v1", WANTED), link.check_key("lpx_a_" + "s" * 24)):
+        with pytest.raises(Unavailable) as refused:
+            await call
+        assert refused.value.reason == "REGISTRY_UNAVAILABLE"
+        assert refused.value.retry_after_s
+        assert "127.0.0.1" not in refused.value.message  # strangers with invented keys read it
     await link.close()
