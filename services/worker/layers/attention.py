@@ -24,7 +24,6 @@ class SelfAttention:
         qkv: LoraLinear,
         o: LoraLinear,
         backend: AttentionBackend,
-        sizes: tuple[int, int, int],
         head_norms: tuple[Norm, Norm] | None,
         rotate: Rotate,
         scales_queries: bool,
@@ -33,7 +32,6 @@ class SelfAttention:
         """See `forward`.
 
         Args:
-            sizes: widths of all query heads, of all key heads, and of one head.
             scales_queries: the batch has a factor for the queries of each row.
             gated: by sigmoid, if `qkv` has a gate after each query head, of the same width.
         """
@@ -41,7 +39,8 @@ class SelfAttention:
         self._o = o
         self._backend = backend
         self._backend_rotates = backend.pos_embd_params is not None
-        self._q_size, self._kv_size, self._head_dim = sizes
+        shape = backend.shape
+        self._q_size, self._kv_size, self._head_dim = shape.q_size, shape.kv_size, shape.head_dim
         self._head_norms = head_norms
         self._rotate = rotate
         self._scales_queries = scales_queries

@@ -35,7 +35,6 @@ class Gemma4Attention:
         qkv: LoraLinear,
         o: LoraLinear,
         backend: AttentionBackend,
-        sizes: tuple[int, int, int],
         norms: tuple[Norm, Norm | None, Norm],
         rotate: Rotate,
     ) -> None:
@@ -45,8 +44,8 @@ class Gemma4Attention:
             source: the layer whose keys and values are read; the layer itself if it has its own.
             qkv: queries, and for a layer with keys of its own also keys, and values unless the
                 keys serve as values.
-            backend: of `source`; queries and keys come rotated.
-            sizes: widths of all query heads, of all key heads, and of one head.
+            backend: of `source`, which has heads of the same number and width; queries and keys
+                come rotated.
             norms: of each query, key and value head; no key norm if another layer's keys are read.
         """
         self._layer = layer
@@ -54,7 +53,8 @@ class Gemma4Attention:
         self._qkv = qkv
         self._o = o
         self._backend = backend
-        self._q_size, self._kv_size, self._head_dim = sizes
+        shape = backend.shape
+        self._q_size, self._kv_size, self._head_dim = shape.q_size, shape.kv_size, shape.head_dim
         self._q_norm, self._k_norm, self._v_norm = norms
         self._rotate = rotate
 

@@ -327,7 +327,6 @@ class Builder:
                 Cut(inputs=((q, config.num_heads),)),
             ),
             backend=self.operators.attention_maker.layer(own, layer, sinks),
-            sizes=(own.q_size, own.kv_size, config.head_dim),
             head_norms=head_norms,
             rotate=self.operators.rotate,
             scales_queries=config.query_scale is not None,

@@ -265,7 +265,6 @@ def _attention(builder: Builder, layer: int) -> Gemma4Attention:
     modules = [(f"{prefix}.{name}", width) for name, width in names]
     segments = (q_size, config.num_heads), (kv_size, heads.count), (kv_size, heads.count)
     own = local_config(config, builder.shard)
-    own_kv_size = own.kv_heads[layer].count * heads.dim
     out = [(f"{prefix}.o_proj", config.hidden_size)]
     attention = Gemma4Attention(
         layer,
@@ -279,7 +278,6 @@ def _attention(builder: Builder, layer: int) -> Gemma4Attention:
         ),
         builder.linear(layer, q_size, out, config.o_bias, Cut(inputs=segments[:1])),
         builder.operators.attention_maker.layer(own, source, rotated=True),
-        (own.num_heads * heads.dim, own_kv_size, heads.dim),
         (
             builder.norm(layer, f"{prefix}.q_norm", heads.dim),
             builder.norm(layer, f"{prefix}.k_norm", heads.dim) if source == layer else None,

@@ -74,11 +74,8 @@ class QuantisedCheckpoint:
         dtype: torch.dtype | None = None,
     ) -> Tensor:
         """See `load.Weights`; codes are dequantised."""
-        module = self._module_in_codes(name)
-        if module is None:
+        if (coded := self.take_codes(name, shape)) is None:
             return self._files.take(name, shape, window, dtype)
-        coded = self.take_codes(name, shape)
-        assert coded is not None, name
         wide = coded.dequantised()
         return (wide if window is None else window.cut(wide)).to(dtype or self.dtype)
 

@@ -197,9 +197,7 @@ class AttentionBackend(ABC):
         """Queries, keys and values, as views if they come fused."""
         if k is not None and v is not None:
             return q, k, v
-        width, kv_width = (
-            num * self.shape.head_dim for num in (self.shape.num_heads, self.shape.num_kv_heads)
-        )
+        width, kv_width = self.shape.q_size, self.shape.kv_size
         assert k is None and v is None and q.shape[1] == width + 2 * kv_width, q.shape
         q, k, v = q.split((width, kv_width, kv_width), dim=1)
         return q, k, v

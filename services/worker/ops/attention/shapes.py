@@ -54,6 +54,16 @@ class HeadShape:
         )
 
     @property
+    def q_size(self) -> int:
+        """Width of all query heads."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        """Width of all key heads."""
+        return self.num_kv_heads * self.head_dim
+
+    @property
     def num_shared(self) -> int:
         """Query heads of one KV head."""
         return self.num_heads // self.num_kv_heads
