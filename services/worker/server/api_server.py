@@ -58,7 +58,7 @@ class ApiServer:
         self,
         status: StatusBoard,
         max_adapters: int,
-        on_ready: Callable[[bool], None],
+        on_ready: Callable[[], None],
         tracer: Tracer,
     ) -> None:
         """`max_adapters` bounds one request; `on_ready` is called when readiness may have
@@ -335,4 +335,4 @@ class ApiServer:
     def _tell_ready(self) -> None:
         self.status.is_ready = self._engine is not None and not self.status.is_draining
         self.status.touch()
-        self._on_ready(self.status.is_ready)
+        self._on_ready()

@@ -46,16 +46,21 @@ async def serve() -> None:
     """
     config = from_env(os.environ)
     _check_torch()
-    if config.node_rank:
-        with _cache_folder(config) as folder:
+    with _cache_folder(config) as folder:
+        if config.node_rank:
             await follow(config, await _model_dir(config, folder))
-        return
+        else:
+            await _serve(config, folder)
+
+
+async def _serve(config: WorkerConfig, folder: Path) -> None:
+    """Serve, with the disk cache in `folder`."""
     status = StatusBoard()
     ready_changed = asyncio.Event()
     api_server = ApiServer(
         status,
         config.max_request_adapters,
-        lambda _: ready_changed.set(),
+        ready_changed.set,
         open_tracer("worker", os.environ),
     )
     server = await grpc_server.start(
@@ -78,7 +83,7 @@ async def serve() -> None:
         asyncio.create_task(
             grpc_server.serve(server, drain=api_server.finish, drain_s=config.drain_s)
         ),
-        asyncio.create_task(_run_engine(config, api_server)),
+        asyncio.create_task(_run_engine(config, folder, api_server)),
         asyncio.create_task(_report_ready(server, status, ready_changed)),
     ]
     try:
@@ -113,12 +118,6 @@ def _auth(config: WorkerConfig) -> ServiceAuth | None:
     return ServiceAuth(config.service_token, config.service_names)
 
 
-async def _run_engine(config: WorkerConfig, api_server: ApiServer) -> None:
-    """Find the model, open the caches, keep an engine running. Ends only with an error."""
-    with _cache_folder(config) as folder:
-        await _run_engine_with(config, folder, api_server)
-
-
 @contextmanager
 def _cache_folder(config: WorkerConfig) -> Iterator[Path]:
     if config.cache_dir is not None:
@@ -128,8 +127,9 @@ def _cache_folder(config: WorkerConfig) -> Iterator[Path]:
         yield Path(folder)
 
 
-async def _run_engine_with(config: WorkerConfig, folder: Path, api_server: ApiServer) -> None:
-    """Run the engine with the folder of its disk cache."""
+async def _run_engine(config: WorkerConfig, folder: Path, api_server: ApiServer) -> None:
+    """Find the model, open the caches in `folder`, keep an engine running. Ends only with an
+    error."""
     model_dir = await _model_dir(config, folder)
     bundle = await asyncio.to_thread(read_tokenizer, model_dir)
     disk = await asyncio.to_thread(DiskCache, folder, config.cache_bytes, api_server.adapter_gone)
