@@ -115,7 +115,7 @@ def build_runner(
     check_group(model_dir, settings.model_impl, device, num_ranks, num_local)
     timeout_s = LOCAL_TIMEOUT_S if nodes.count == 1 else NODES_TIMEOUT_S
     followers = Followers(num_ranks, nodes, model_dir, on_rank_end)
-    return lead(followers, build, device, Shard(0, num_ranks), fields, model_dir, timeout_s)
+    return lead(followers, build, device, fields, model_dir, timeout_s)
 
 
 def build_rank(

@@ -83,8 +83,7 @@ class TorchRunner:
     def lead(self, followers: Followers) -> None:
         """Let the other ranks, which are ready, follow this one from now on."""
         self._followers = followers
-        head, draws = self._shared_head, self._chooser.draws
-        self._chooser.shared = LeadingHead(head, self._model, draws, followers.send)
+        self._chooser.shared = LeadingHead(self._shared_head, followers.send)
 
     def close(self) -> None:
         """End the other ranks, if there are any."""

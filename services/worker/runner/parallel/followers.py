@@ -91,7 +91,7 @@ class Followers:
     def __init__(self, num_ranks: int, nodes: Nodes, model_dir: Path, on_end: RankEnded) -> None:
         """Start those of this machine, and wait for connections."""
         self.num_local = nodes.num_local(num_ranks)
-        self._num_ranks = num_ranks
+        self.num_ranks = num_ranks
         self._build = own_build(num_ranks, nodes)
         self._on_end = on_end
         self._is_closing = False
@@ -131,15 +131,15 @@ class Followers:
             timeout_s=timeout_s,
             check=self._check_alive,
         )
-        found = await_ranks({(rank, False) for rank in range(1, self._num_ranks)})
+        found = await_ranks({(rank, False) for rank in range(1, self.num_ranks)})
         for (rank, _), end in found.items():
             process = self._processes.get(rank)
             self._all.append(Follower(rank, end, process, self._take, self._ended))
         # If there are other machines, they have the last ranks, and this is how they reach rank 0.
-        host, _ = found[self._num_ranks - 1, False].addresses
+        host, _ = found[self.num_ranks - 1, False].addresses
         store = open_store(host, timeout_s)
         self.send(RankStart((host, store.port), timeout_s, settings))
-        remote = await_ranks({(rank, True) for rank in range(self.num_local, self._num_ranks)})
+        remote = await_ranks({(rank, True) for rank in range(self.num_local, self.num_ranks)})
         for (rank, _), end in remote.items():
             sender = ImageSender(end.detach(), rank, partial(self._image, rank))
             self._image_senders.append(sender)

@@ -57,7 +57,6 @@ def lead(
     followers: Followers,
     build: BuildPart,
     device: torch.device,
-    shard: Shard,
     settings: Mapping[str, Any],
     model_dir: Path,
     timeout_s: float,
@@ -70,6 +69,7 @@ def lead(
     """
     try:
         meeting = followers.meet(dict(settings), timeout_s)
+        shard = Shard(0, followers.num_ranks)
         runner, ready = join_and_build(build, device, shard, meeting, model_dir)
         followers.await_ready(ready, [layout.fingerprint for layout in runner.layout.ranks])
     except LoraplexError as error:

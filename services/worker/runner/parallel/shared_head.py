@@ -37,20 +37,20 @@ from loraplex_services.worker.sampling.sampler import (
 from loraplex_services.worker.transfers import to_device, to_host
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class SharedHead:
     """The head of a base whose tokens are divided among ranks."""
 
-    def __init__(self, model: Decoder, ranks: Ranks, draws: DrawOperators) -> None:
-        self._model = model
-        self._ranks = ranks
-        self._draws = draws
+    model: Decoder
+    ranks: Ranks
+    draws: DrawOperators
 
     def best(self, hidden: Tensor, rows: BestRows) -> Tensor:
         """int64 `[n]` on rank 0: the best token after each hidden row `[n, H]`. All ranks call this
         with the same rows."""
-        first_id, _ = self._ranks.shard.vocabulary(self._model.config.vocab_size)
-        pairs = best_columns(self._model.own_logits(hidden), first_id, rows, self._draws)
-        return best_of_ranks(self._ranks.gather(pairs, PAIR * self._ranks.shard.size))
+        first_id, _ = self.ranks.shard.vocabulary(self.model.config.vocab_size)
+        pairs = best_columns(self.model.own_logits(hidden), first_id, rows, self.draws)
+        return best_of_ranks(self.ranks.gather(pairs, PAIR * self.ranks.shard.size))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -58,8 +58,6 @@ class LeadingHead:
     """Rank 0's end, which tells the other ranks what to compute."""
 
     head: SharedHead
-    model: Decoder
-    draws: DrawOperators
     send: Callable[[LogitRows | BestTokens], None]
 
     def announce(self, token_rows: Tensor) -> None:
@@ -82,20 +80,21 @@ class LeadingHead:
             lora: their adapters.
             logits_of: gathers logits, which `announce` goes before.
         """
-        with_heads = self.model.rows_with_heads(lora)
+        model, draws = self.head.model, self.head.draws
+        with_heads = model.rows_with_heads(lora)
         best: list[int] = []
         gathered: list[int] = []
         for i, (row, token) in enumerate(zip(token_rows.tolist(), tokens, strict=True)):
             has_head = any(begin <= row < end for begin, end in with_heads)
-            is_best = needs_best_only(token, self.model.config.vocab_size) and not has_head
+            is_best = needs_best_only(token, model.config.vocab_size) and not has_head
             (best if is_best else gathered).append(i)
         if not best:
-            return sample(token_rows, tokens, logits_of, eos_ids, self.draws)
+            return sample(token_rows, tokens, logits_of, eos_ids, draws)
         parts: list[Tensor] = []
         chunks: list[ChosenChunk] = []
         if gathered:
             chosen = [tokens[i] for i in gathered]
-            choices = sample(token_rows[gathered], chosen, logits_of, eos_ids, self.draws)
+            choices = sample(token_rows[gathered], chosen, logits_of, eos_ids, draws)
             parts.append(choices.token_ids)
             chunks += choices.chunks
         for begin in range(0, len(best), MAX_LOGIT_ROWS):
