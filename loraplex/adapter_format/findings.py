@@ -42,8 +42,8 @@ class Findings:
 
     def include(self, error: InvalidAdapter) -> None:
         """Add the violations of an error that a part of the validation raised."""
-        room = MAX_FINDINGS - len(self.refusals)
-        self.refusals.extend(error.violations[:room])
+        num_left = MAX_FINDINGS - len(self.refusals)
+        self.refusals.extend(error.violations[:num_left])
 
     def raise_if_refused(self, *, strict: bool = False) -> None:
         """Raise `InvalidAdapter` with all refusals; `strict` counts warnings as refusals."""

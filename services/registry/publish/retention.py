@@ -78,7 +78,7 @@ class Retention:
             for tenant, added in list(self._added_bytes.items()):
                 if added >= _SPARE_SHARE * (self._max_ephemeral_bytes or 0):
                     self._added_bytes[tenant] = 0
-                    await logged(self.make_room(tenant), _NOT_RETIRED)
+                    await logged(self.trim(tenant), _NOT_RETIRED)
 
     async def retire(self, tenant: str, name: str, kept: int) -> None:
         """Delete all but the newest `kept` of the versions that were published as updates. Versions
@@ -91,7 +91,7 @@ class Retention:
             await self._deletion.retire(tenant, name, old, REGISTRY)
             self.num_retired += len(old)
 
-    async def make_room(self, tenant: str) -> None:
+    async def trim(self, tenant: str) -> None:
         """Delete the ephemeral versions of a tenant that were used least recently, until the others
         leave a tenth of its limit free. The one that was used last stays, however large it is. Uses
         of other adapters are forgotten: there may be one for each request."""

@@ -106,7 +106,7 @@ class Drafts:
             if self._may_propose(row) and self._history(row.request).wants_proposal(head_least):
                 row = row._replace(proposes=True)
             if most > 0 and (ids := self._history(row.request).drafts(most, least)):
-                ids = ids[: self._states.make_room(num_drafts + len(ids), now) - num_drafts]
+                ids = ids[: self._states.free_for_drafts(num_drafts + len(ids), now) - num_drafts]
                 num_drafts += len(ids)
                 own[tenant] += len(ids)
                 row = row._replace(num_tokens=row.num_tokens + len(ids), drafts=ids)

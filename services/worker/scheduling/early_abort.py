@@ -85,7 +85,8 @@ def needed_s(outlook: Outlook, times: ServiceTimes, share: float) -> float:
     """Seconds to the first token from now, at a quantile of what was measured."""
     seconds = times.prefill_s(outlook.num_tokens, share)
     seconds += outlook.num_copies * times.copies.quantile(share)
-    if outlook.fetched_for_s is not None:  # a wait that takes nothing from others: always hopeful
+    if outlook.fetched_for_s is not None:
+        # Waiting takes nothing from others, so the fastest fetch counts whatever the share.
         seconds += max(0.0, times.fetches.quantile(0.0) - outlook.fetched_for_s)
     return seconds
 

@@ -29,7 +29,7 @@ class StatePlanner:
         self._states = prefixes.states
         self._reclaimer = reclaimer
 
-    def make_room(self, num_drafts: int, now: float) -> int:
+    def free_for_drafts(self, num_drafts: int, now: float) -> int:
         """Free idle blocks for the states after the drafts of a step. Returns how many of the
         `num_drafts` drafts have blocks for their states."""
         num_blocks = self._states.num_blocks

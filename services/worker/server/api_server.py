@@ -201,8 +201,8 @@ class ApiServer:
         for failure in output.failures:
             if self._end(failure.request_id, failure.error.reason.lower()):
                 metrics.count_end("error")
-        for session, parcel in news.items():
-            session.push(parcel)
+        for session, part in news.items():
+            session.push(part)
         self._fetcher.residency_changed(output.residency)
 
     def engine_down(self, error: LoraplexError) -> None:

@@ -142,12 +142,12 @@ class ServerRequests:
         news: dict[GatewaySession, StepNews] = {}
         for output in tokens:
             if (request := self._by_key.get(output.request_id)) is not None:
-                parcel = news.get(request.session)
-                if parcel is None:
-                    parcel = news[request.session] = StepNews(step)
-                parcel.tokens.append((request.request_id, output))
+                part = news.get(request.session)
+                if part is None:
+                    part = news[request.session] = StepNews(step)
+                part.tokens.append((request.request_id, output))
         for failure in failures:
             if (request := self._by_key.get(failure.request_id)) is not None:
-                parcel = news.setdefault(request.session, StepNews(step))
-                parcel.failures.append((request.request_id, failure.error.to_error()))
+                part = news.setdefault(request.session, StepNews(step))
+                part.failures.append((request.request_id, failure.error.to_error()))
         return news

@@ -34,7 +34,7 @@ async def test_those_used_least_recently_are_deleted_first(registry: Registry) -
     lasting = (await publish(registry, "sql", 6)).version
     bounded = _bounded(registry, 3.5 * version.size_bytes)
     await bounded.used(["default/doc-2", "default/sql"])
-    await bounded.make_room("default")
+    await bounded.trim("default")
     assert await _live(registry) == ["doc-2", "doc-4", "doc-5"]
     assert bounded.num_retired == 2
     found = await registry.catalog.find("default/sql", "live")
@@ -43,7 +43,7 @@ async def test_those_used_least_recently_are_deleted_first(registry: Registry) -
 
 async def test_within_the_limit_nothing_is_deleted(registry: Registry) -> None:
     [version, *_] = await _ephemeral(registry, 1, 2, 3)
-    await _bounded(registry, 4 * version.size_bytes).make_room("default")
+    await _bounded(registry, 4 * version.size_bytes).trim("default")
     assert await _live(registry) == ["doc-1", "doc-2", "doc-3"]
 
 
@@ -54,7 +54,7 @@ async def test_only_uses_of_adapters_with_an_ephemeral_version_are_kept(
     [version, *_] = await _ephemeral(registry, 1, 2)
     bounded = _bounded(registry, 4 * version.size_bytes)
     await bounded.used(["default/doc-1", "default/ended", "default/lasting", "other/ended"])
-    await bounded.make_room("default")
+    await bounded.trim("default")
     uses = registry.catalog.recent_uses
     assert (await uses.of_tenant("default")).keys() == {"default/doc-1"}
     assert (await uses.of_tenant("other")).keys() == {"other/ended"}
@@ -64,7 +64,7 @@ async def test_the_one_used_last_stays_however_large_it_is(registry: Registry) -
     await _ephemeral(registry, 1, 2)
     bounded = _bounded(registry, 1)
     await bounded.used(["default/doc-1"])
-    await bounded.make_room("default")
+    await bounded.trim("default")
     assert await _live(registry) == ["doc-1"]
 
 

@@ -73,7 +73,7 @@ def test_the_state_after_the_last_accepted_draft_is_kept_and_the_others_are_free
     states = make_states(num_blocks=64, state_blocks=2)
     request = make_request("r", 3)
     request.state_blocks = states._allocate(request)
-    assert [states.make_room(n, 0.0) for n in (1, 2, 9)] == [1, 2, 2], "a share of the arena"
+    assert [states.free_for_drafts(n, 0.0) for n in (1, 2, 9)] == [1, 2, 2], "a share of the arena"
     before = request.state_blocks
     ((first, *others),) = states.spans([PlannedRow(request, 3, 3, True, (), drafts=(5, 6))], 0.0)
     assert (first.num_tokens, first.source, first.target) == (1, before, before)

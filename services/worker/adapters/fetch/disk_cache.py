@@ -166,7 +166,7 @@ class DiskCache:
         for digest, adapter in self._adapters.items():
             self._adapters[digest] = replace(adapter, num_pages=0)
 
-    def check_room(self, digest: str, manifest: Manifest) -> None:
+    def check_size(self, digest: str, manifest: Manifest) -> None:
         """Raises ResourceExhausted when an adapter is larger than the whole cache."""
         num_bytes = sum(file.size for file in manifest.files)
         if num_bytes > self._max_bytes:

@@ -151,7 +151,7 @@ class AdapterSource:
         manifest = parse_manifest(raw)
         if [file.path for file in manifest.files] != [TENSOR_FILE]:
             raise DataLoss(f"the manifest of {digest} lists files this build does not know")
-        self._disk.check_room(digest, manifest)
+        self._disk.check_size(digest, manifest)
         folder = self._disk.begin(raw, manifest)
         try:
             [file] = manifest.files
