@@ -158,13 +158,6 @@ class BaseTokenizer:
     async def _ids(
         self, text: str, add_special_tokens: bool, truncation: Truncation | None, pair: str = ""
     ) -> tuple[int, ...]:
-        def encode() -> tuple[int, ...]:
-            return tuple(
-                self._tokenizer.encode(
-                    text, pair or None, add_special_tokens=add_special_tokens
-                ).ids
-            )
-
         def encode_long() -> tuple[int, ...]:
             # As in `_truncated_ids`, without the GIL.
             [encoding] = self._tokenizer.encode_batch_fast(
@@ -177,11 +170,10 @@ class BaseTokenizer:
             return await asyncio.to_thread(
                 self._truncated_ids, text, add_special_tokens, truncation
             )
-        return (
-            await asyncio.to_thread(encode_long)
-            if len(text + pair) > _SLOW_TEXT_CHARS
-            else encode()
-        )
+        if len(text + pair) > _SLOW_TEXT_CHARS:
+            return await asyncio.to_thread(encode_long)
+        encoding = self._tokenizer.encode(text, pair or None, add_special_tokens=add_special_tokens)
+        return tuple(encoding.ids)
 
     def _truncated_ids(
         self, text: str, add_special_tokens: bool, truncation: Truncation
