@@ -49,6 +49,7 @@ class Bases:
         def step(current: BaseRecord | None) -> BaseRecord | None:
             if current is None:
                 return dataclasses.replace(base, generation=1)
+            united = tuple(sorted({*current.aliases, *base.aliases}))
             changed = current.geometry.fingerprint != base.geometry.fingerprint
             if changed and not replace:
                 raise AlreadyExists(
@@ -58,7 +59,7 @@ class Bases:
             merged = dataclasses.replace(
                 base,
                 generation=current.generation,
-                aliases=base.aliases if changed else _united(current.aliases, base.aliases),
+                aliases=base.aliases if changed else united,
                 max_lora_rank=base.max_lora_rank or current.max_lora_rank,
             )
             if merged == current:
@@ -160,10 +161,6 @@ class Bases:
 
 def _without_modules(base: BaseRecord) -> BaseRecord:
     return dataclasses.replace(base, geometry=dataclasses.replace(base.geometry, modules=()))
-
-
-def _united(aliases: tuple[str, ...], more: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(sorted({*aliases, *more}))
 
 
 def _plain(prefix: str) -> bool:

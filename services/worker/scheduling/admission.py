@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from operator import itemgetter
 
 from loraplex.errors import ResourceExhausted
 from loraplex_services.common.virtual_counters import VirtualCounters
@@ -96,7 +97,9 @@ def peak_kv_blocks(requests: Iterable[Request], layout: KvLayout) -> int:
     caps = [layout.window_cap(window) for window in layout.windows if window is not None]
     num_full = layout.num_groups - len(caps)
     holders = (r for r in requests if not r.without_cache)
-    by_left = sorted(((r.sampling.max_tokens - len(r.output_ids), r) for r in holders), key=_left)
+    by_left = sorted(
+        ((r.sampling.max_tokens - len(r.output_ids), r) for r in holders), key=itemgetter(0)
+    )
     peak = known = most = 0
     for count, (left, request) in enumerate(reversed(by_left), start=1):
         num_tokens = len(request.prompt_ids) + len(request.output_ids)
@@ -126,7 +129,3 @@ def too_large(
         "max_tokens or raise LORAPLEX_KV_MEMORY",
         reason="REQUEST_TOO_LARGE",
     )
-
-
-def _left(pair: tuple[int, Request]) -> int:
-    return pair[0]
