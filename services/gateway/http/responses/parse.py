@@ -32,7 +32,6 @@ _NAMES = {
     "response_format": "text.format",
     "response_format.json_schema": "text.format",
     "response_format.json_schema.schema": "text.format.schema",
-    "stream_options": "stream_options",
 }
 _THOUGHT, _LOGPROBS = "reasoning.encrypted_content", "message.output_text.logprobs"
 _INCLUDES = frozenset(
