@@ -190,59 +190,44 @@ def attend(
     """An attention function of the library: heads `[1, heads, T, D]` -> `[1, T, heads, D]`.
 
     Values may be narrower than keys, as those of latent attention are: they are padded with zeros.
+    While the model is asked how it calls attention, the call is kept, and zeros are returned.
+
+    Raises:
+        Unsupported: the layer calls it in a way that our backends do not compute.
     """
     current: CurrentPass = module.loraplex_pass
-    width = value.shape[-1]
+    layer, width, head_dim = module.layer_idx, value.shape[-1], query.shape[-1]
     if current.batch is None:
-        others["attention_mask"] = attention_mask  # None, unless a class makes one of its own
-        _note(current, module, query, key, value, scaling, sliding_window, softcap, s_aux, others)
+        # attention_mask: None, unless a class makes one of its own
+        _check_call(module, query, key, value, {**others, "attention_mask": attention_mask})
+        source = next((other for other, known in current.keys.items() if known is key), layer)
+        scale = head_dim**-0.5 if scaling is None else scaling
+        heads = query.shape[1], key.shape[1], head_dim
+        current.keys[layer] = key
+        current.calls[layer] = AttentionCall(layer, source, *heads, scale, sliding_window, softcap)
+        if s_aux is not None:
+            current.sinks[layer] = s_aux.detach().float()
         return query.new_zeros(query.shape).transpose(1, 2)[..., :width], None
-    if width < key.shape[-1]:
-        value = F.pad(value, (0, key.shape[-1] - width))
+    if width < head_dim:
+        value = F.pad(value, (0, head_dim - width))
     q, k, v = (x[0].transpose(0, 1).flatten(1) for x in (query, key, value))
-    y = current.backends[module.layer_idx].forward(q, k, v, current.batch.attention)
+    y = current.backends[layer].forward(q, k, v, current.batch.attention)
     return y.view(1, len(y), query.shape[1], -1)[..., :width], None
 
 
-def _note(
-    current: CurrentPass,
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    scaling: float | None,
-    sliding_window: int | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-    others: dict[str, Any],
+def _check_call(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, others: dict[str, Any]
 ) -> None:
-    """Keep how a layer calls attention.
-
-    Raises:
-        Unsupported: in a way that our backends do not compute.
-    """
-    layer, name = module.layer_idx, type(module).__name__
+    """Raises: Unsupported for a call that our backends do not compute."""
+    name = type(module).__name__
     unknown = sorted(k for k, v in others.items() if v is not None and k not in _HARMLESS)
     if unknown:
         raise Unsupported.field(
             f"{name}.{unknown[0]}", "", "is an attention layer that is not served"
         )
-    if layer in current.calls or not getattr(module, "is_causal", True):
+    is_known = module.layer_idx in module.loraplex_pass.calls
+    if is_known or not getattr(module, "is_causal", True):
         raise Unsupported.field(name, "", "is not plain causal self-attention, once in each layer")
     is_even = value.shape[:-1] == key.shape[:-1] and key.shape[-1] == query.shape[-1]
     if not is_even or value.shape[-1] > key.shape[-1]:
         raise Unsupported.field(name, "", "has values that are wider than its keys")
-    source = next((other for other, known in current.keys.items() if known is key), layer)
-    current.keys[layer] = key
-    current.calls[layer] = AttentionCall(
-        layer,
-        source,
-        query.shape[1],
-        key.shape[1],
-        query.shape[-1],
-        query.shape[-1] ** -0.5 if scaling is None else scaling,
-        sliding_window,
-        softcap,
-    )
-    if sinks is not None:
-        current.sinks[layer] = sinks.detach().float()
