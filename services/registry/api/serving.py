@@ -25,6 +25,7 @@ from loraplex_services.registry.assembly import assemble
 from loraplex_services.registry.config import RegistryConfig, from_env
 from loraplex_services.registry.index.catalog import Catalog
 from loraplex_services.registry.index.metadata_server import MetadataServer
+from loraplex_services.registry.index.redis_calls import CatalogDown
 from loraplex_services.registry.layout import check_layout_number
 from loraplex_services.registry.maintenance.housekeeping import (
     collect_regularly,
@@ -122,7 +123,8 @@ async def _become_ready(config: RegistryConfig, state: RegistryState) -> None:
             break
         except Unavailable as error:
             if error.message != state.not_ready_reason or attempt % _LOG_EVERY == 0:
-                logger.warning("not ready yet", extra={"problem": error.message})
+                problem = error.for_log if isinstance(error, CatalogDown) else error.message
+                logger.warning("not ready yet", extra={"problem": problem})
             state.not_ready_reason = error.message
             await asyncio.sleep(_START_RETRY_S)
     state.not_ready_reason = ""

@@ -13,6 +13,8 @@ from redis.exceptions import (
     RedisError,
     ResponseError,
 )
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from loraplex.errors import Unavailable
 from loraplex_services.common.redis_url import is_closed_transport
@@ -24,12 +26,19 @@ _CLUSTER = (
     "it is a node of a cluster that does not hold all keys; use a server without cluster mode, "
     "or Sentinel"
 )
+_AWAY = "it does not answer; try again (the registry's log says why)"
 
 
 class CatalogDown(Unavailable):
-    """Redis cannot be reached, or holds no index yet."""
+    """Redis cannot be reached, or holds no index yet. The message is for callers and names no
+    address."""
 
     reason = "INDEX_UNAVAILABLE"
+
+    @property
+    def for_log(self) -> str:
+        """The message, and what Redis or the connection to it said."""
+        return f"{self.message} ({self.__cause__})" if self.__cause__ else self.message
 
 
 class NoIndex(CatalogDown):
@@ -48,12 +57,14 @@ async def translated() -> AsyncIterator[None]:
         if isinstance(error, OutOfMemoryError):
             problem = _FULL
         elif isinstance(error, (AskError, ClusterDownError)):  # MovedError is an AskError
-            problem = f"{_CLUSTER} ({error})"
+            problem = _CLUSTER
+        elif isinstance(error, (RedisConnectionError, RedisTimeoutError, OSError)):
+            problem = _AWAY
         raise CatalogDown(f"metadata server: {problem}", retry_after_s=1.0) from error
     except RuntimeError as error:
         if not is_closed_transport(error):
             raise
-        raise CatalogDown(f"metadata server: {error}", retry_after_s=1.0) from error
+        raise CatalogDown(f"metadata server: {_AWAY}", retry_after_s=1.0) from error
 
 
 async def wait(answer: Awaitable[Any] | Any) -> Any:

@@ -90,7 +90,7 @@ class Indexer:
                 self._problem = ""
             except CatalogDown as error:
                 self._problem = error.message
-                logger.warning("index unavailable", extra={"problem": error.message})
+                logger.warning("index unavailable", extra={"problem": error.for_log})
             except Exception:
                 self._problem = "the check failed; see the registry's log"
                 logger.exception("index check failed")

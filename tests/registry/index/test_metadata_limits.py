@@ -75,6 +75,16 @@ async def test_a_node_of_a_cluster_is_said_to_be_one(kind: type[MovedError]) -> 
             raise kind("1234 127.0.0.1:7001")
 
 
+async def test_callers_do_not_learn_where_the_metadata_server_is_and_the_log_does() -> None:
+    client = connect_redis("redis://127.0.0.1:1")
+    with pytest.raises(CatalogDown) as refused:
+        async with translated():
+            await client.ping()
+    assert "127.0.0.1" not in refused.value.message
+    assert "127.0.0.1:1" in refused.value.for_log
+    await client.aclose()
+
+
 async def test_who_finds_a_replica_asks_the_address_again(metadata: redis.asyncio.Redis) -> None:
     before = await metadata.client_id()
     await _make_read_only(metadata)
