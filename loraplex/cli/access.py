@@ -58,7 +58,9 @@ def _add_keys(commands: Commands) -> None:
     )
     parser = group.add("list", _keys_list, "List keys.", "registry keys list")
     parser.add_argument(
-        "--tenant", default="", help="list the keys of this tenant (default: your own)"
+        "--tenant",
+        default="",
+        help="list the keys of this tenant (default: your own, or all with the first admin key)",
     )
     parser = group.add("revoke", _keys_revoke, "Revoke a key.", "registry keys revoke k7f3")
     parser.add_argument("key_id", metavar="KEY_ID")
