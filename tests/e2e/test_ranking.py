@@ -34,13 +34,15 @@ def ranked(stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> Iterator[R
         stack.run_registry("delete", name, "--all")
 
 
-def _expected(ranked: Ranked, pairs: list[tuple[str, str]]) -> tuple[list[float], int]:
+def _expected(
+    ranked: Ranked, pairs: list[tuple[str, str]], **truncation: Any
+) -> tuple[list[float], int]:
     """The sigmoids of PEFT's logits, and the number of tokens, with the tokenizer's own pairs."""
     import torch
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(BASE)
-    ids = [torch.tensor([tokenizer(a, b)["input_ids"]]) for a, b in pairs]
+    ids = [torch.tensor([tokenizer(a, b, **truncation)["input_ids"]]) for a, b in pairs]
     with torch.inference_mode():
         scores = [ranked.ranker(each).logits[0].sigmoid().item() for each in ids]
     return scores, sum(each.shape[1] for each in ids)
@@ -83,6 +85,18 @@ def test_a_ranking_is_best_first(ranked: Ranked, path: str) -> None:
         "index": order[0],
         "relevance_score": pytest.approx(want[order[0]], abs=MAX_ERROR),
     }
+
+
+def test_long_pairs_are_truncated_as_by_transformers(ranked: Ranked) -> None:
+    pairs = [(QUERY, text) for text in TEXTS]
+    want, num_tokens = _expected(ranked, pairs, truncation=True, max_length=24)
+    fields: dict[str, object] = {"model": "ranker", "truncate_prompt_tokens": 24}
+    answer = _ok(ranked.stack, "/v1/score", **fields, text_1=QUERY, text_2=TEXTS)
+    assert [each["score"] for each in answer["data"]] == pytest.approx(want, abs=MAX_ERROR)
+    assert answer["usage"]["prompt_tokens"] == num_tokens
+    fields = {"model": "ranker", "truncate_prompt_tokens": -1}
+    answer = _ok(ranked.stack, "/v1/rerank", **fields, query=QUERY, documents=["a" * 2000])
+    assert answer["usage"]["prompt_tokens"] == 512
 
 
 def test_without_a_head_a_score_is_the_cosine_of_the_embeddings(ranked: Ranked) -> None:

@@ -26,6 +26,7 @@ class RankingCall:
     field_names: dict[str, str]
     num_best: int
     """Number of results of a ranking that are shown."""
+    truncate_prompt_tokens: int | None = None
     documents: tuple[Any, ...] = ()
     """Documents of a ranking, as sent; empty if the answer does not repeat them."""
 
@@ -67,6 +68,7 @@ def parse_score(fields: dict[str, Any]) -> RankingCall:
     model = model_of(body)
     first, second = _side(body, ("text_1", "queries")), _side(body, ("text_2", "documents"))
     use_activation = body.flag("use_activation", default=True)
+    truncation = body.integer("truncate_prompt_tokens")
     body.finish()
     (left, firsts), (right, seconds) = first, second
     if len(firsts) == 1:
@@ -75,7 +77,7 @@ def parse_score(fields: dict[str, Any]) -> RankingCall:
         why = f"{len(firsts)} texts of {left} cannot be paired with {len(seconds)}"
         raise InvalidRequest.field(right, len(seconds), f"{why}; send one or as many")
     pairs = tuple(zip(firsts, seconds, strict=True))
-    return RankingCall(model, pairs, use_activation, {"prompt": right}, len(pairs))
+    return RankingCall(model, pairs, use_activation, {"prompt": right}, len(pairs), truncation)
 
 
 def parse_rerank(fields: dict[str, Any]) -> RankingCall:
@@ -92,6 +94,7 @@ def parse_rerank(fields: dict[str, Any]) -> RankingCall:
         raise InvalidRequest.field("top_n", num_best, "must be at least 1")
     repeats = body.flag("return_documents", default=True)
     use_activation = body.flag("use_activation", default=True)
+    truncation = body.integer("truncate_prompt_tokens")
     body.finish()
     return RankingCall(
         model,
@@ -99,6 +102,7 @@ def parse_rerank(fields: dict[str, Any]) -> RankingCall:
         use_activation,
         {"prompt": "documents"},
         num_best or len(texts),
+        truncation,
         tuple(each if isinstance(each, dict) else {"text": each} for each in documents)
         if repeats
         else (),

@@ -135,7 +135,9 @@ class VectorEndpoints:
         self, request: Request, call: RankingCall, fields: Fields, origin: Origin
     ) -> tuple[Pooled, list[float]]:
         def calls(prompts: Sequence[Prompt], pooling: Pooling) -> Sequence[GenerateCall]:
-            return vector_calls(fields, origin, call.model, prompts, pooling, None)
+            return vector_calls(
+                fields, origin, call.model, prompts, pooling, call.truncate_prompt_tokens
+            )
 
         target = await self._target(call.model, origin)
         use_activation = call.use_activation

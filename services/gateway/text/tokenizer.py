@@ -168,7 +168,7 @@ class BaseTokenizer:
         _check_unicode(text + pair)
         if truncation is not None:
             return await asyncio.to_thread(
-                self._truncated_ids, text, add_special_tokens, truncation
+                self._truncated_ids, text, pair, add_special_tokens, truncation
             )
         if len(text + pair) > _SLOW_TEXT_CHARS:
             return await asyncio.to_thread(encode_long)
@@ -176,14 +176,22 @@ class BaseTokenizer:
         return tuple(encoding.ids)
 
     def _truncated_ids(
-        self, text: str, add_special_tokens: bool, truncation: Truncation
+        self, text: str, pair: str, add_special_tokens: bool, truncation: Truncation
     ) -> tuple[int, ...]:
         # Unlike `encode`, it releases the GIL: the event loop goes on.
-        [encoding] = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
-        num_special = self._tokenizer.num_special_tokens_to_add(False) if add_special_tokens else 0
+        encodings = self._tokenizer.encode_batch_fast(
+            [text, pair] if pair else [text], add_special_tokens=False
+        )
+        is_pair = len(encodings) > 1
+        num_special = self._tokenizer.num_special_tokens_to_add(is_pair)
+        num_tokens = max(0, truncation.max_tokens - num_special * add_special_tokens)
         direction = "left" if truncation.keeps_end else "right"
-        encoding.truncate(max(0, truncation.max_tokens - num_special), direction=direction)
-        encoding = self._tokenizer.post_process(encoding, None, add_special_tokens)
+        for encoding, length in zip(
+            encodings, _cut_lengths([len(each.ids) for each in encodings], num_tokens), strict=True
+        ):
+            encoding.truncate(length, direction=direction)
+        second = encodings[1] if is_pair else None
+        encoding = self._tokenizer.post_process(encodings[0], second, add_special_tokens)
         return _truncated(tuple(encoding.ids), truncation)
 
 
@@ -224,6 +232,16 @@ class IdsOnly:
 def _as_system(message: Mapping[str, object]) -> Mapping[str, object]:
     """OpenAI's newer name of the system role, for templates that do not know it."""
     return {**message, "role": "system"} if message.get("role") == "developer" else message
+
+
+def _cut_lengths(lengths: Sequence[int], num_tokens: int) -> list[int]:
+    """Lengths of one or two texts that are cut to `num_tokens` together. As in transformers, the
+    longer one is cut first, and then both alike."""
+    if len(lengths) == 1 or sum(lengths) <= num_tokens:
+        return [min(length, num_tokens) for length in lengths]
+    shorter = min(*lengths, num_tokens // 2)
+    longer = num_tokens - shorter
+    return [shorter, longer] if lengths[0] <= lengths[1] else [longer, shorter]
 
 
 def _truncated(ids: tuple[int, ...], truncation: Truncation | None) -> tuple[int, ...]:

@@ -40,7 +40,9 @@ def _files(tmp_path: Path, template: str) -> tuple[dict[str, bytes], Any]:
     """Files whose special tokens stand on both sides, and transformers' tokenizer of them."""
     tokenizer = byte_tokenizer()
     tokenizer.post_processor = processors.TemplateProcessing(
-        single="<s> $A </s>", special_tokens=[("<s>", BOS_ID), ("</s>", EOS_ID)]
+        single="<s> $A </s>",
+        pair="<s> $A </s> $B:1 </s>:1",
+        special_tokens=[("<s>", BOS_ID), ("</s>", EOS_ID)],
     )
     files = tokenizer_files(template) | {"tokenizer.json": tokenizer.to_str().encode()}
     (tmp_path / "tokenizer.json").write_bytes(files["tokenizer.json"])
@@ -71,6 +73,23 @@ async def test_texts_are_truncated_as_transformers_does(
         TextPrompt(text or "x", add_special), BASE, truncation=Truncation(max_tokens, keeps_end)
     )
     assert list(ours) == expected
+
+
+@pytest.mark.parametrize("pair", [("a", "long enough to cut"), ("long enough to cut", "a")])
+@pytest.mark.parametrize("max_tokens", [3, 4, 9, 10, 500])
+@pytest.mark.parametrize("keeps_end", [True, False])
+async def test_pairs_are_truncated_as_transformers_does(
+    pool: TemplatePool, tmp_path: Path, keeps_end: bool, pair: tuple[str, str], max_tokens: int
+) -> None:
+    files, theirs = _files(tmp_path, CHATML)
+    theirs.truncation_side = "left" if keeps_end else "right"
+    pairs = [pair, (pair[0] * 2, pair[1] * 2), ("as long as", "the other!")]
+    for first, second in pairs:
+        expected = theirs(first, second, truncation=True, max_length=max_tokens)["input_ids"]
+        ours = await BaseTokenizer(files, pool).encode(
+            TextPrompt(first, pair=second), BASE, truncation=Truncation(max_tokens, keeps_end)
+        )
+        assert list(ours) == expected
 
 
 async def test_token_ids_are_cut_at_the_same_side(pool: TemplatePool, tmp_path: Path) -> None:
