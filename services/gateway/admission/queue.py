@@ -192,7 +192,7 @@ class AdmissionQueue:
         more requests waiting.
         """
         own = self._waiting.get(request.tenant)
-        if own and own.priorities[1] > request.priority:
+        if own and own.least_urgent > request.priority:
             victims = own
         else:
             queues = self._waiting
@@ -274,10 +274,10 @@ class AdmissionQueue:
         return not running or running + request.cost <= self.background_limit
 
     def _is_preceded(self, request: AdmissionRequest) -> bool:
-        """True if a waiting request goes first: one of its tenant that is as urgent, or one of
-        another tenant that was served no more."""
+        """True if a waiting request goes first: one of its tenant, or one of another tenant that
+        was served no more."""
         own = self._waiting.get(request.tenant)
-        if own and own.priorities[0] <= request.priority:
+        if own and self._precedes(own, self._first_of(own), request):
             return True
         if request.is_background and self._others_wait():
             return True
@@ -287,6 +287,15 @@ class AdmissionQueue:
         if other.is_background and not request.is_background:
             return False
         return self._served.served_of(request.tenant) >= self._served.served_of(other.tenant)
+
+    def _precedes(
+        self, own: TenantQueue, first: AdmissionRequest, request: AdmissionRequest
+    ) -> bool:
+        """Whether the first waiting request of a tenant goes before a new one. One for which the
+        window for fetches has no space does not, if the new one needs no fetch."""
+        if first.awaits_fetch and not request.awaits_fetch and not self._window_fits(first):
+            return False
+        return own.precedes(first, request)
 
     def _start(self, request: AdmissionRequest) -> None:
         self._running += request.cost

@@ -34,9 +34,9 @@ class TenantQueue:
         return self._num
 
     @property
-    def priorities(self) -> tuple[int, int]:
-        """The most and the least urgent priority of waiting requests."""
-        return min(self._of_priority), max(self._of_priority)
+    def least_urgent(self) -> int:
+        """The least urgent priority of waiting requests."""
+        return max(self._of_priority)
 
     def first(self, *, but_awaiting_fetch: bool = False) -> AdmissionRequest | None:
         """The request that starts next. `but_awaiting_fetch`: of those whose adapters a worker
@@ -46,6 +46,13 @@ class TenantQueue:
             if found is not None:
                 return found
         return None
+
+    def precedes(self, waiting: AdmissionRequest, new: AdmissionRequest) -> bool:
+        """Whether a waiting request goes before one that comes now."""
+        if waiting.priority != new.priority:
+            return waiting.priority < new.priority
+        served = self.served.present[waiting.adapters].served
+        return served <= self.served.served_of(new.adapters)
 
     def newest(self) -> AdmissionRequest:
         """The newest of the least urgent requests."""

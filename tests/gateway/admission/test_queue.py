@@ -172,8 +172,24 @@ def test_requests_that_await_a_fetch_keep_nobody_else_waiting() -> None:
     assert decisions == [Decision.RUN] * 8
     assert queue.offer(AdmissionRequest("a"), 0.0) is Decision.RUN
     assert queue.offer(fetching[8], 0.0) is Decision.WAIT
+    assert queue.offer(AdmissionRequest("a"), 0.0) is Decision.RUN
     assert queue.first_token(fetching[0])
     assert queue.take_ready() == [fetching[8]]
+
+
+def test_a_newcomer_passes_waiting_requests_for_adapters_that_were_served_more() -> None:
+    queue = AdmissionQueue(AdmissionLimits())
+    queue.window = Window(256)
+    running = AdmissionRequest("a", adapters="popular")
+    assert queue.offer(running, 0.0) is Decision.RUN
+    assert queue.offer(AdmissionRequest("a", adapters="rare"), 0.0) is Decision.RUN
+    queue.charge(running, 100)
+    long = AdmissionRequest("a", adapters="popular", num_prompt_tokens=200)
+    assert queue.offer(long, 0.0) is Decision.WAIT
+    queue.first_token(running)
+    assert not queue.take_ready(), "it is too long for the window"
+    assert queue.offer(AdmissionRequest("a", adapters="popular"), 0.0) is Decision.WAIT
+    assert queue.offer(AdmissionRequest("a", adapters="rare"), 0.0) is Decision.RUN
 
 
 def test_a_newcomer_passes_waiting_tenants_that_were_served_more() -> None:
