@@ -16,6 +16,7 @@ from loraplex_services.gateway.batches.files import Files
 from loraplex_services.gateway.batches.layout import id_of_document
 from loraplex_services.gateway.http.answering import json_response
 from loraplex_services.gateway.http.app import AppContext
+from loraplex_services.gateway.http.guard import check_origin
 from loraplex_services.gateway.http.json_body import read_json
 from loraplex_services.gateway.http.pages import check_parameters, limit_of, page_of
 from loraplex_services.gateway.http.stored_objects import batch_object, parse_batch
@@ -81,6 +82,7 @@ class BatchEndpoints:
     async def cancel(self, request: Request) -> Response:
         """POST /v1/batches/{id}/cancel: results so far are kept."""
         tenant = (await self.context.reader(request, 1)).tenant
+        check_origin(request)
         record = await self.book.cancel(tenant, request.path_params["batch_id"])
         self.wake(tenant, record.batch_id)
         return json_response(batch_object(record))

@@ -32,6 +32,7 @@ from loraplex_services.gateway.batches.layout import id_of_document
 from loraplex_services.gateway.http.answering import json_response
 from loraplex_services.gateway.http.app import AppContext
 from loraplex_services.gateway.http.body import Body
+from loraplex_services.gateway.http.guard import check_origin
 from loraplex_services.gateway.http.multipart import Form, read_form
 from loraplex_services.gateway.http.pages import (
     check_parameters,
@@ -74,6 +75,7 @@ class FileEndpoints:
     async def create(self, request: Request) -> Response:
         """POST /v1/files: a form with the file and its purpose."""
         caller = await self._context.reader(request, LIST_CALLS)
+        check_origin(request)
         tenant, file_id = caller.tenant, new_file_id()
         async with self._uploads.held(tenant, "uploads of files"):
             stored = await self._files.stored(tenant)

@@ -140,6 +140,13 @@ async def _refuse(send: Send, error: LoraplexError, path: str) -> None:
     await send({"type": "http.response.body", "body": body})
 
 
+def check_origin(request: Request) -> None:
+    """Refuse what a page of another site sends. Calls whose body is not JSON need this: a browser
+    sends them to a server without auth on its own machine. Raises: PermissionDenied."""
+    if request.headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
+        raise PermissionDenied("pages of other sites may not call this")
+
+
 def authorization_of(request: Request) -> str:
     """The header with the caller's key, whether it came as OpenAI's or as Anthropic's clients send
     it."""

@@ -17,6 +17,7 @@ from starlette.routing import Route
 from loraplex.errors import InvalidRequest, PermissionDenied, Unsupported
 from loraplex.refs import parse_name
 from loraplex_services.common.callers import Caller
+from loraplex_services.gateway.http.guard import check_origin
 from loraplex_services.gateway.pipeline.live import EVERYTHING, LiveRequests, PauseMode
 from loraplex_services.gateway.registry.keyring import require_admin, sees_all_adapters
 from loraplex_services.gateway.registry.snapshot import Adapter
@@ -64,7 +65,7 @@ class PauseEndpoints:
         """POST /reset_prefix_cache: changes nothing. Every cache is keyed by the digest of the
         weights, so an update leaves nothing stale."""
         require_admin(await self.caller(request))
-        _check_origin(request)
+        check_origin(request)
         return JSONResponse({"success": True})
 
     async def _scope(self, request: Request) -> Adapter:
@@ -72,7 +73,7 @@ class PauseEndpoints:
         vLLM, which ignores `model`. Raises: PermissionDenied, InvalidRequest."""
         caller = await self.caller(request)
         require_admin(caller)
-        _check_origin(request)
+        check_origin(request)
         for name in request.query_params:
             if name not in _PARAMETERS:
                 raise Unsupported.field(name, "", "this parameter is unknown; leave it out")
@@ -119,9 +120,3 @@ def _flag(request: Request, name: str) -> bool:
     if value not in _FLAGS:
         raise InvalidRequest.field(name, value[:32], "must be true or false")
     return _FLAGS[value]
-
-
-def _check_origin(request: Request) -> None:
-    """Refuse requests that pages of other sites send. Raises: PermissionDenied."""
-    if request.headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
-        raise PermissionDenied("pages of other sites may not call this")

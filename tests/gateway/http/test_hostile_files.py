@@ -44,6 +44,19 @@ async def ended(client: AsyncOpenAI, file_id: str) -> Any:
     return batch
 
 
+async def test_a_page_of_another_site_uploads_no_files(storing: Stack) -> None:
+    await storing.start()
+    form: Any = {"data": {"purpose": "batch"}, "files": {"file": ("a.jsonl", b"{}")}}
+    async with httpx.AsyncClient(base_url=storing.url, timeout=30) as client:
+        for site, status in (("cross-site", 403), ("same-site", 403), ("same-origin", 200)):
+            sent = await client.post("/v1/files", headers={"sec-fetch-site": site}, **form)
+            assert sent.status_code == status
+        assert len((await client.get("/v1/files")).json()["data"]) == 1
+        other = {"sec-fetch-site": "cross-site"}
+        cancelled = await client.post("/v1/batches/batch_none/cancel", headers=other)
+        assert cancelled.status_code == 403
+
+
 async def test_downloads_that_nobody_reads_are_few_and_hold_little(
     storing: Stack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
