@@ -15,8 +15,11 @@ from typing import Any
 
 from loraplex_services.gateway.tools.schema_values import json_value
 
-_PAIR = r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>\s*"
-_PAIRS = re.compile(_PAIR, re.DOTALL)
+_PAIR = re.compile(
+    r"<arg_key>((?:(?!</arg_key>).)*+)</arg_key>\s*+<arg_value>((?:(?!</arg_value>).)*+)</arg_value>\s*+",
+    re.DOTALL,
+)
+"""Never gives back what it has matched, so that a text without an end is read once."""
 _NAME = re.compile(r"\s*([\w.-]{1,128})\s*")
 
 
@@ -27,12 +30,14 @@ def glm_call(body: str, schemas: Mapping[str, Mapping[str, Any]]) -> tuple[str, 
         schemas: JSON Schema of the arguments of each function offered.
     """
     name = _NAME.match(body)
-    rest = body[name.end() :] if name else body
-    if name is None or _PAIRS.sub("", rest):
+    if name is None:
         return None
-    schema = schemas.get(name[1], {})
-    arguments = ", ".join(
-        f"{json.dumps(key.strip(), ensure_ascii=False)}: {json_value(value, key.strip(), schema)}"
-        for key, value in _PAIRS.findall(rest)
-    )
-    return name[1], "{" + arguments + "}"
+    schema, members, at = schemas.get(name[1], {}), list[str](), name.end()
+    while at < len(body):
+        pair = _PAIR.match(body, at)
+        if pair is None:
+            return None
+        key, value = pair[1].strip(), pair[2]
+        members.append(f"{json.dumps(key, ensure_ascii=False)}: {json_value(value, key, schema)}")
+        at = pair.end()
+    return name[1], "{" + ", ".join(members) + "}"
