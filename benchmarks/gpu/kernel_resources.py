@@ -73,7 +73,8 @@ def _attention(dtype: torch.dtype, name: str) -> Iterator[Variant]:
     types |= dict.fromkeys((*strides, *words), "i32") | {"scale": "fp32", "softcap": "fp32"}
     shapes = {"": HEADS, "-windowed": WINDOWED_HEADS, "-sinks": SINK_HEADS, "-wide": WIDE_HEADS}
     hopper, ampere = attention_shapes.TWICE_LARGE_BYTES, attention_shapes.LARGE_SHARED_BYTES
-    constants, generations = attention_launch.context_constants, attention_shapes.generation_tiling
+    constants = partial(attention_launch.context_constants, is_full=False)
+    generations = attention_shapes.generation_tiling
     of_generations = attention_launch.generation_constants
     for (suffix, shape), (kept, own, nothing) in product(shapes.items(), _kept(tensor)):
         tile = partial(attention_shapes.context_tiling, shape, dtype.itemsize, in_codes=bool(kept))
