@@ -39,6 +39,10 @@ def wanted(variant, target):
     if sys.argv[1] == "some":
         if dtype == "fp32" and kernel.startswith("attention.contexts-"):
             return False
+        if kernel.startswith("attention.contexts-") and kernel.count("-") > 1:
+            return False  # other tiles and other heads are compiled apart
+        if kernel.startswith("lora.") and "gate_up" in kernel:
+            return False  # other numbers of parts are those of qkv and of down
         if target != 90 and kernel not in (
             "attention.contexts", "attention.generations", "lora.fused-qkv"
         ):
