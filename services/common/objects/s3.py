@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import hashlib
+import logging
 import secrets
 import tempfile
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -45,6 +46,8 @@ _THREADS = 16
 _ATTEMPTS = 5
 _MISSING = frozenset({"NoSuchKey", "404", "NotFound"})
 _REFUSED = frozenset({"PreconditionFailed", "412", "ConditionalRequestConflict", "409"})
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -155,11 +158,17 @@ class S3Store:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     async def _run(self, work: Callable[..., T], *args: object) -> T:
+        """Callers of servers read the errors, so the address is only logged."""
+
         def guarded() -> T:
             try:
                 return work(*args)
             except (ClientError, BotoCoreError, OSError) as error:
-                raise ObjectStoreError(f"{self.url}: {explained(error)}") from error
+                facts = {"store": self.url, "problem": explained(error)}
+                logger.warning("object store failed", extra=facts)
+                is_answer = isinstance(error, ClientError)
+                why = explained(error) if is_answer else "its server does not answer; try again"
+                raise ObjectStoreError(f"object store failed: {why}") from error
 
         return await asyncio.get_running_loop().run_in_executor(self._pool, guarded)
 
@@ -226,7 +235,7 @@ class S3Store:
         return not self._compare_md5 or etag.strip('"') == digest
 
     def _damaged(self, key: str) -> ObjectStoreError:
-        return ObjectStoreError(f"{self.url}: {key!r} was damaged on its way to the server")
+        return ObjectStoreError(f"{key!r} was damaged on its way to the server")
 
     def _if_match(self, etag: str) -> dict[str, Any]:
         return {"IfMatch": f'"{etag}"' if self.quote_etags else etag}
