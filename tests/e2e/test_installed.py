@@ -186,7 +186,7 @@ def test_the_commands_of_a_client_show_their_help(client_only: Installation, com
 @pytest.mark.parametrize("command", ["up", "simulate"])
 def test_a_client_says_what_its_servers_need(client_only: Installation, command: str) -> None:
     status, _, errors = client_only.run("loraplex", command, "--help")
-    assert status == 1
+    assert status == 2
     [line] = errors.splitlines()
     assert line.startswith(f"loraplex {command}: the installed package is loraplex-client, which")
 
