@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 
+from loraplex.errors import Unavailable
 from loraplex_services.common.limits import PoolLimits
 from loraplex_services.common.processes import process_pool
 from loraplex_services.common.processes.process_pool import JobFailed, ProcessPool
@@ -113,3 +115,11 @@ async def test_a_tenant_whose_job_cost_a_process_waits_before_its_next_one(
     assert not waiting.done()
     waiting.cancel()
     await asyncio.gather(waiting, return_exceptions=True)
+
+
+async def test_a_job_is_refused_at_once_if_no_process_can_be_started(
+    pool: ProcessPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", "/nonexistent/python")
+    with pytest.raises(Unavailable, match="no process for jobs could be started"):
+        await pool.ask("a", b"pid")

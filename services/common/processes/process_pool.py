@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import signal
 from collections.abc import Coroutine, Hashable
 from typing import Any
@@ -19,6 +20,8 @@ from loraplex_services.common.processes.job_process import FRAME, MAX_FRAME_BYTE
 from loraplex_services.common.processes.piped_process import start_module
 from loraplex_services.common.recent import Recent
 from loraplex_services.common.tenant_slots import TenantSlots
+
+logger = logging.getLogger(__name__)
 
 SPARE_AFTER_S = 0.2
 """While a job takes longer than this, in seconds, another process is kept ready."""
@@ -169,7 +172,18 @@ class ProcessPool:
         """A new process. Its start does not count as time of the job."""
         if self._is_closed:
             raise Unavailable("the server stops", retry_after_s=1.0)
-        process = await start_module(self._module)
+        failure = Unavailable(
+            f"no process for {self._limits.work} could be started; try again",
+            reason="PROCESS_FAILED",
+            retry_after_s=1.0,
+        )
+        try:
+            process = await start_module(self._module)
+        except OSError as error:  # too many open files or processes, or too little memory
+            logger.error(
+                "process not started", extra={"work": self._limits.work, "error": str(error)}
+            )
+            raise failure from None
         self._all.add(process)
         if self._is_closed:  # in the meantime
             process.kill()
@@ -180,11 +194,7 @@ class ProcessPool:
                 raise EOFError
         except (TimeoutError, EOFError, OSError):
             self._kill(process)
-            raise Unavailable(
-                f"no process for {self._limits.work} could be started; try again",
-                reason="PROCESS_FAILED",
-                retry_after_s=1.0,
-            ) from None
+            raise failure from None
         except BaseException:
             self._kill(process)
             raise
@@ -212,7 +222,7 @@ class ProcessPool:
         try:
             if self._limits.keeps_processes:
                 self._idle.append(await self._started())
-        except (LoraplexError, OSError):
+        except LoraplexError:
             pass  # the next job tries again and reports the reason
         finally:
             asyncio.get_running_loop().call_later(pause_s, self._slots.give, tenant)

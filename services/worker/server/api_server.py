@@ -306,6 +306,9 @@ class ApiServer:
                 self._pass_on(key, Submit(request=asked, came_s=submit.came_s))
         except LoraplexError as error:
             fault = error
+        except Exception:  # without an answer, the request would wait until its deadline
+            logger.exception("grammar check broke", extra={"request_id": request.request_id})
+            fault = LoraplexError("internal error: the worker's log has the traceback")
         if fault is not None and self._live.get(key) is request:
             self._end(key, fault.reason.lower())
             metrics.count_end("error")
