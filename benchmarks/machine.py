@@ -29,12 +29,16 @@ def options_of(doc: str | None) -> ArgumentParser:
 def cpu_facts() -> dict[str, Any]:
     """What a reader needs to compare numbers; nothing that names this machine."""
     text = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
-    model = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
-    flags = set(
-        (re.search(r"^(?:flags|Features)\s*:\s*(.+)$", text, re.MULTILINE) or [""])[0].split()
-    )
+
+    def field(name: str) -> str:
+        found = re.search(rf"^(?:{name})\s*:\s*(.+)$", text, re.MULTILINE)
+        return found[1] if found else ""
+
+    flags = set(field("flags|Features").split())
     return {
-        "cpu": model[1] if model else platform.processor(),
+        "cpu": field("model name") or platform.processor(),
+        "family": field("cpu family"),
+        "model": field("model"),
         "architecture": platform.machine(),
         "num_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None,
         "isa": [name for name in _ISA if name in flags],
@@ -44,10 +48,20 @@ def cpu_facts() -> dict[str, Any]:
 
 
 def machine_kind(facts: dict[str, Any]) -> str:
-    """A folder name that machines of one kind share, such as `amd-epyc-2c`."""
+    """A folder name that machines of one kind share, such as `amd-epyc-zen-5-2c`."""
     model = re.sub(r"\(.*?\)|@.*|\bcpu\b|\bprocessor\b", " ", str(facts["cpu"]).lower())
     words = re.findall(r"[a-z0-9]+", model) or [str(facts["architecture"])]
-    return "-".join([*words[:5], f"{facts['num_cores']}c"])
+    return "-".join([*words[:5], *zen_generation(facts), f"{facts['num_cores']}c"])
+
+
+def zen_generation(facts: dict[str, Any]) -> list[str]:
+    """The generation of an AMD processor since Zen 3, because virtual machines say "AMD EPYC"
+    without a number. Zen 3 and Zen 4 share a family."""
+    if "AMD" not in facts["cpu"] or facts["family"] not in ("25", "26"):
+        return []
+    if facts["family"] == "26":
+        return ["zen", "5"]
+    return ["zen", "4" if int(facts["model"]) // 16 in (1, 6, 7, 10) else "3"]
 
 
 def write_results(name: str, results: dict[str, Any], args: Namespace | None = None) -> Path:

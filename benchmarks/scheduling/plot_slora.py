@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).parent.parent / "results"
-EPYC, SIMULATED = RESULTS / "amd-epyc-2c", RESULTS / "simulated"
+EPYC, SIMULATED = RESULTS / "amd-epyc-zen-5-2c", RESULTS / "simulated"
 PATH = Path(__file__).parent.parent.parent / "docs" / "images" / "slora.png"
 
 PAPER_N = ((5, 100, 1000, 2000), (7.48, 7.29, 6.69, 6.73))

@@ -28,6 +28,23 @@ def test_results_are_rounded_and_written_under_the_machine_kind(
 
 
 @pytest.mark.parametrize(
+    ("cpu", "family", "model", "kind"),
+    [
+        ("AMD EPYC", "25", "17", "amd-epyc-zen-4-2c"),
+        ("AMD EPYC", "26", "2", "amd-epyc-zen-5-2c"),
+        ("AMD EPYC 7763 64-Core Processor", "25", "1", "amd-epyc-7763-64-core-zen-3-2c"),
+        ("Intel(R) Xeon(R) Processor", "6", "143", "intel-xeon-2c"),
+        ("", "", "", "aarch64-2c"),
+    ],
+)
+def test_the_kind_of_a_machine_names_its_processor(
+    cpu: str, family: str, model: str, kind: str
+) -> None:
+    facts = {"cpu": cpu, "family": family, "model": model}
+    assert machine.machine_kind(facts | {"architecture": "aarch64", "num_cores": 2}) == kind
+
+
+@pytest.mark.parametrize(
     ("value", "expected"),
     [
         (123456.789, 123457.0),
