@@ -11,8 +11,8 @@ from loraplex_services.gateway.http.formatting import (
     CommonFields,
     Formatter,
     ResponseInfo,
+    StreamedTokens,
     TokenIds,
-    UnsentSpans,
     UsageInfo,
     WeightsField,
     prompt_id_fields,
@@ -95,29 +95,29 @@ class ChatFormatter(Formatter):
         self._info = info
         self._begun: set[int] = set()
         """Indices of choices whose role has been sent."""
-        self._unsent = UnsentSpans()
+        self._tokens = StreamedTokens()
         self._answers = info.answers()
 
     def chunks(self, text_delta: TextDelta) -> list[ChatChunk]:
         chunks = []
-        self._unsent.add(text_delta)
         if text_delta.index not in self._begun:
-            chunks.append(self._opening(text_delta))
+            chunks.append(self._opening(text_delta.index))
             self._begun.add(text_delta.index)
+        self._tokens.add(text_delta)
         delta = _formatted(self._answers.read(text_delta), self._info.call.include_reasoning)
         shows_ids = self._info.call.return_token_ids or self._wants_logprobs(text_delta.index)
         if delta or text_delta.finish_reason or (shows_ids and text_delta.token_ids):
             if not delta and not text_delta.finish_reason:
                 delta = {"content": ""}
-            spans = self._unsent.take(text_delta.index)
+            spans = self._tokens.take(text_delta.index)
             fields = self._choice(text_delta, spans, with_prompt=False)
-            chunks.append(self._chunk([{**fields, "delta": delta}]))
+            chunks.append(self._chunk({**fields, "delta": delta}))
         return chunks
 
     def ending(self) -> list[ChatChunk]:
         if not self._info.call.include_usage:
             return []
-        return [{**self._chunk([]), "usage": self._info.chat_usage(self._answers)}]
+        return [self._object([], {"usage": self._info.chat_usage(self._answers)})]
 
     def full_body(self, choices: Sequence[TextDelta]) -> Chat:
         messages = [self._message(self._answers.read(text_delta)) for text_delta in choices]
@@ -147,8 +147,7 @@ class ChatFormatter(Formatter):
             message["tool_calls"] = [_call(call) for call in delta.calls]
         return message
 
-    def _opening(self, text_delta: TextDelta) -> ChatChunk:
-        index = text_delta.index
+    def _opening(self, index: int) -> ChatChunk:
         choice: ChatChunkChoice = {
             "index": index,
             "delta": {"role": "assistant", "content": ""},
@@ -158,7 +157,7 @@ class ChatFormatter(Formatter):
         }
         if self._info.call.return_token_ids:
             choice["prompt_token_ids"] = list(self._info.of_choice(index).prompt_ids)
-        chunk = self._chunk([choice], num_unsent=len(text_delta.token_ids))
+        chunk = self._chunk(choice)
         return chunk if self._begun else {**chunk, **prompt_id_fields(self._info)}
 
     def _choice(
@@ -180,12 +179,17 @@ class ChatFormatter(Formatter):
             return "tool_calls"
         return text_delta.finish_reason
 
-    def _chunk(self, choices: list[ChatChunkChoice], num_unsent: int = 0) -> ChatChunk:
+    def _chunk(self, choice: ChatChunkChoice) -> ChatChunk:
+        index = choice["index"]
+        usage = self._info.chunk_usage(index, self._tokens.num_tokens[index])
+        return self._object([choice], usage)
+
+    def _object(self, choices: list[ChatChunkChoice], usage: ChunkUsage) -> ChatChunk:
         return {
             **self._info.common_fields(),
             "object": "chat.completion.chunk",
             "choices": choices,
-            **self._info.chunk_usage(num_unsent),
+            **usage,
         }
 
     def _wants_logprobs(self, index: int) -> bool:

@@ -11,8 +11,8 @@ from loraplex_services.gateway.http.formatting import (
     Formatter,
     PromptIds,
     ResponseInfo,
+    StreamedTokens,
     TokenIds,
-    UnsentSpans,
     WeightsField,
     prompt_id_fields,
     token_id_fields,
@@ -52,10 +52,10 @@ class CompletionFormatter(Formatter):
         self._info = info
         self._begun: set[int] = set()
         """Indices of the choices that have been started."""
-        self._unsent = UnsentSpans()
+        self._tokens = StreamedTokens()
 
     def chunks(self, text_delta: TextDelta) -> list[CompletionResponse]:
-        self._unsent.add(text_delta)
+        self._tokens.add(text_delta)
         choice = self._choice(text_delta, is_first=text_delta.index not in self._begun)
         says_nothing = not (
             choice["text"] or choice["finish_reason"] or choice["logprobs"] or text_delta.token_ids
@@ -63,10 +63,12 @@ class CompletionFormatter(Formatter):
         hides_ids = not self._info.call.return_token_ids and choice["logprobs"] is None
         if says_nothing or (hides_ids and not choice["text"] and not choice["finish_reason"]):
             return []
-        weights = self._info.weights(text_delta.index, self._unsent.take(text_delta.index))
+        index = text_delta.index
+        weights = self._info.weights(index, self._tokens.take(index))
         prompt_ids: PromptIds = {} if self._begun else prompt_id_fields(self._info)
-        self._begun.add(text_delta.index)
-        chunk = self._answer([{**choice, **weights}], self._info.chunk_usage())
+        self._begun.add(index)
+        usage = self._info.chunk_usage(index, self._tokens.num_tokens[index])
+        chunk = self._answer([{**choice, **weights}], usage)
         return [{**chunk, **prompt_ids}]
 
     def ending(self) -> list[CompletionResponse]:

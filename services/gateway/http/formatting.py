@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NotRequired, TypedDict
@@ -100,16 +101,11 @@ class ResponseInfo:
     def usage(self) -> UsageInfo:
         """Token counts over all prompts and choices."""
         cached = sum(p.usage.cached_tokens for p in self.prepared)
-        return {**self._counts(), "prompt_tokens_details": {"cached_tokens": cached}}
-
-    def _counts(self, num_unsent: int = 0) -> UsageInfo:
-        prompt = sum(p.usage.prompt_tokens for p in self.prepared)
-        completion = sum(p.usage.completion_tokens for p in self.prepared) - num_unsent
-        return {
-            "prompt_tokens": prompt,
-            "completion_tokens": completion,
-            "total_tokens": prompt + completion,
-        }
+        counts = _counts(
+            sum(p.usage.prompt_tokens for p in self.prepared),
+            sum(p.usage.completion_tokens for p in self.prepared),
+        )
+        return {**counts, "prompt_tokens_details": {"cached_tokens": cached}}
 
     def answers(self) -> ChatAnswers:
         """A reader of the answers, if the call is a chat."""
@@ -120,18 +116,15 @@ class ResponseInfo:
         details: CompletionTokenDetails = {"reasoning_tokens": answers.num_thought_tokens()}
         return {**self.usage(), "completion_tokens_details": details}
 
-    def chunk_usage(self, num_unsent: int = 0) -> ChunkUsage:
-        """The `usage` of one chunk of a stream, if it has one: the counts so far with
-        continuous_usage_stats, otherwise null.
-
-        Args:
-            num_unsent: generated tokens that later chunks contain.
-        """
+    def chunk_usage(self, index: int, num_tokens: int) -> ChunkUsage:
+        """The `usage` of a chunk of one choice, if it has one: with continuous_usage_stats the
+        tokens of its prompt and the `num_tokens` of the choice so far, as in vLLM, otherwise
+        null."""
         if not self.call.include_usage:
             return {}
         if not self.call.continuous_usage:
             return {"usage": None}
-        return {"usage": self._counts(num_unsent)}
+        return {"usage": _counts(self.of_choice(index).usage.prompt_tokens, num_tokens)}
 
     def weights(self, index: int, spans: Iterable[WeightSpan]) -> WeightsField:
         """The field of a choice that names the weights of its tokens; none for the base."""
@@ -166,14 +159,25 @@ def headers_of(prepared: PreparedRequest) -> dict[str, str]:
     return {name: value for name, value in named.items() if value}
 
 
-class UnsentSpans:
-    """The adapters of tokens that no chunk of a stream has contained yet, by choice."""
+def _counts(prompt: int, completion: int) -> UsageInfo:
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+    }
+
+
+class StreamedTokens:
+    """The tokens of each choice of a stream: how many there are so far, and the adapters of those
+    that no chunk has contained yet."""
 
     def __init__(self) -> None:
+        self.num_tokens: Counter[int] = Counter()
         self._spans: dict[int, list[WeightSpan]] = {}
 
     def add(self, text_delta: TextDelta) -> None:
-        """Note the adapters of a text delta's tokens."""
+        """Note the tokens of a text delta."""
+        self.num_tokens[text_delta.index] += len(text_delta.token_ids)
         self._spans.setdefault(text_delta.index, []).extend(text_delta.spans)
 
     def take(self, index: int) -> list[WeightSpan]:

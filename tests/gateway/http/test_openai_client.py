@@ -78,6 +78,19 @@ async def test_continuous_usage_is_in_every_chunk_and_grows_with_it(
     )
 
 
+async def test_continuous_usage_is_that_of_the_choice_of_a_chunk(stack: Stack) -> None:
+    await stack.start()
+    options: Any = {"include_usage": True, "continuous_usage_stats": True}
+    stream = await stack.openai().completions.create(
+        model="base", prompt=["a", "abc"], n=2, max_tokens=4, stream=True, stream_options=options
+    )
+    *chunks, last = [chunk async for chunk in stream]
+    newest = {chunk.choices[0].index: chunk.usage for chunk in chunks}
+    assert [newest[index].prompt_tokens for index in range(4)] == [2, 2, 4, 4]
+    assert {usage.completion_tokens for usage in newest.values()} == {4}
+    assert (last.usage.prompt_tokens, last.usage.completion_tokens) == (6, 16)
+
+
 async def test_continuous_usage_without_usage_is_refused(stack: Stack) -> None:
     await stack.start()
     options: Any = {"include_usage": False, "continuous_usage_stats": True}
