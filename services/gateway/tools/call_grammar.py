@@ -30,10 +30,10 @@ from loraplex_services.gateway.tools.call_schemas import (
     check_grammar_chars,
     list_of_calls,
     one_call,
-    required_of,
 )
 from loraplex_services.gateway.tools.gemma_calls import QUOTE
 from loraplex_services.gateway.tools.gemma_grammar import ANY_VALUE, gemma_body
+from loraplex_services.gateway.tools.schema_keywords import properties_of, required_of
 from loraplex_services.gateway.tools.tag_grammar import coder_body, glm_body
 from loraplex_services.gateway.tools.tool_use import ToolUse
 
@@ -272,7 +272,7 @@ class _Writer:
         required: list[str] = []
         optional: list[str] = []
         names = required_of(schema)
-        for number, key in enumerate(schema.get("properties", {})):
+        for number, key in enumerate(properties_of(schema) or ()):
             rule = f"value_{index}_{number}"
             self._json(rule, argument(schema, key))
             is_required = key in names

@@ -52,12 +52,6 @@ def argument(schema: dict[str, Any], name: str) -> dict[str, Any]:
     return {"$ref": reference, "$defs": {_ROOT: _moved(schema, _ROOT)}, **SPACING}
 
 
-def required_of(schema: Mapping[str, Any]) -> frozenset[str]:
-    """The names of the arguments that a call must have."""
-    names = schema.get("required")
-    return frozenset(each for each in names or () if isinstance(each, str))
-
-
 def check_grammar_chars(num_chars: int) -> None:
     """Raises: InvalidRequest if a grammar has too many characters.
 

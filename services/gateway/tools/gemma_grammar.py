@@ -5,8 +5,15 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from loraplex_services.gateway.tools.call_schemas import check_grammar_chars, required_of
-from loraplex_services.gateway.tools.schema_values import pointed
+from loraplex_services.gateway.tools.call_schemas import check_grammar_chars
+from loraplex_services.gateway.tools.schema_keywords import (
+    options_of,
+    parts_of,
+    pointed,
+    properties_of,
+    required_of,
+    types_of,
+)
 
 _DEEPEST = 8
 """Levels of a schema that are enforced. Below them, any value is allowed."""
@@ -31,7 +38,7 @@ def gemma_body(name: str, schema: dict[str, Any], rule: str) -> list[str]:
     options and to nothing else that a schema says of strings.
     """
     rules = _Rules(schema, rule)
-    arguments = rules.properties(schema, 0) if "properties" in schema else "any_object"
+    arguments = rules.object(schema, 0)
     return [f"{rule}: {json.dumps(name)} {arguments}", *rules.made]
 
 
@@ -53,13 +60,11 @@ class _Rules:
             return self._referred(reference)
         if not isinstance(schema, dict) or depth > _DEEPEST:
             return "any_value"
-        if "const" in schema or "enum" in schema:
-            options = [schema["const"]] if "const" in schema else schema["enum"]
+        if (options := options_of(schema)) is not None:
             return f"({' | '.join(map(_literal, options))})"
-        if parts := schema.get("anyOf") or schema.get("oneOf"):
+        if parts := parts_of(schema, "anyOf", "oneOf"):
             return f"({' | '.join(self.value(part, depth + 1) for part in parts)})"
-        named = schema.get("type", "object" if "properties" in schema else None)
-        types = [named] if isinstance(named, str) else named or []
+        types = types_of(schema) or ["object"] * ("properties" in schema)
         return f"({' | '.join(self._typed(each, schema, depth) for each in types) or 'any_value'})"
 
     def _referred(self, reference: str) -> str:
@@ -79,14 +84,16 @@ class _Rules:
             item = self.value(schema["items"], depth + 1) if "items" in schema else "any_value"
             some = f'{item} ("," {item})*'
             return f'"[" {some} "]"' if schema.get("minItems") else f'"[" ({some})? "]"'
-        has_properties = name == "object" and "properties" in schema
-        return self.properties(schema, depth) if has_properties else "any_object"
+        return self.object(schema, depth)
 
-    def properties(self, schema: dict[str, Any], depth: int) -> str:
-        """An expression for an object of given properties, those that are required and others."""
+    def object(self, schema: dict[str, Any], depth: int) -> str:
+        """An expression for an object of given properties, those that are required and others; for
+        any object if none are named."""
+        if (properties := properties_of(schema)) is None:
+            return "any_object"
         required = required_of(schema)
         first, later = '""', '""'
-        for key, value in sorted(schema["properties"].items(), reverse=True):
+        for key, value in sorted(properties.items(), reverse=True):
             pair = f"{json.dumps(key + ':')} {self.value(value, depth + 1)}"
             pair = self._rule(pair)
             after = self._rule(later) if later != '""' else later

@@ -7,6 +7,15 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from loraplex_services.gateway.tools.schema_keywords import (
+    is_new,
+    options_of,
+    parts_of,
+    pointed,
+    properties_of,
+    types_of,
+)
+
 _DEEPEST = 8
 _WORDS = {"True": "true", "False": "false", "None": "null"}
 _TYPES: dict[type, frozenset[str]] = {
@@ -28,8 +37,8 @@ def json_value(text: str, name: str, parameters: Mapping[str, Any]) -> str:
         name: of the argument.
         parameters: JSON Schema of all arguments of the function.
     """
-    properties = parameters.get("properties")
-    if not isinstance(properties, dict) or name not in properties:
+    properties = properties_of(parameters) or {}
+    if name not in properties:
         return _json_text(text)
     types = _types_of(properties[name], parameters, set())
     if types == {"string"}:
@@ -57,36 +66,13 @@ def _types_of(
     """Types that a schema names, itself or in its parts; none = any. Mutates: seen."""
     if not isinstance(schema, dict) or depth > _DEEPEST:
         return frozenset()
-    named = schema.get("type")
-    types = frozenset([named] if isinstance(named, str) else named or ())
-    values = [*schema.get("enum", ()), *([schema["const"]] if "const" in schema else ())]
-    if not types and values:
-        types = frozenset().union(*(_TYPES[type(value)] for value in values))
-    parts = [part for key in ("anyOf", "oneOf", "allOf") for part in schema.get(key, ())]
+    types = frozenset(types_of(schema))
+    if not types:
+        types = types.union(*(_TYPES[type(value)] for value in options_of(schema) or ()))
+    parts = [part for key in ("anyOf", "oneOf", "allOf") for part in parts_of(schema, key)]
     if is_new(schema, seen):
         parts.append(pointed(schema["$ref"], root))
     return types.union(*(_types_of(part, root, seen, depth + 1) for part in parts))
-
-
-def is_new(schema: Mapping[str, Any], seen: set[str]) -> bool:
-    """Whether a schema has a reference that was not followed before. Mutates: seen.
-
-    What is looked for in a schema is a union over its parts, so each reference is followed once:
-    schemas that refer to each other ten times on each of ten levels have 10^10 paths.
-    """
-    reference = schema.get("$ref")
-    if not isinstance(reference, str) or reference in seen:
-        return False
-    seen.add(reference)
-    return True
-
-
-def pointed(reference: str, root: Mapping[str, Any]) -> Any:
-    """The value that `#/a/b` refers to; None for other references."""
-    found: Any = root if reference.startswith("#") else None
-    for step in reference.split("/")[1:]:
-        found = found.get(step) if isinstance(found, dict) else None
-    return found
 
 
 def _json_text(value: Any) -> str:

@@ -5,8 +5,16 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from loraplex_services.gateway.tools.call_schemas import argument, check_grammar_chars, required_of
-from loraplex_services.gateway.tools.schema_values import is_new, pointed
+from loraplex_services.gateway.tools.call_schemas import argument, check_grammar_chars
+from loraplex_services.gateway.tools.schema_keywords import (
+    is_new,
+    options_of,
+    parts_of,
+    pointed,
+    properties_of,
+    required_of,
+    types_of,
+)
 
 _DEEPEST = 8
 
@@ -35,7 +43,7 @@ def _arguments(schema: dict[str, Any], rule: str, opens: str, closes: str) -> tu
     parts, rules = [], []
     required = required_of(schema)
     num_chars = 0
-    for number, (key, value) in enumerate(schema.get("properties", {}).items()):
+    for number, (key, value) in enumerate((properties_of(schema) or {}).items()):
         value_rule = f"{rule}_{number}"
         rules.append(_value(key, value, schema, value_rule, closes))
         part = f"{opens.format(json.dumps(key)[1:-1])} {value_rule} SPACE"
@@ -65,14 +73,13 @@ def _options(schema: Any, root: dict[str, Any], seen: set[str], depth: int = 0) 
     if isinstance(reference := schema.get("$ref"), str):
         is_first = is_new(schema, seen)
         return _options(pointed(reference, root), root, seen, depth + 1) if is_first else []
-    if "const" in schema or "enum" in schema:
-        values = [schema["const"]] if "const" in schema else schema["enum"]
+    if (values := options_of(schema)) is not None:
         return [each if isinstance(each, str) else json.dumps(each) for each in values]
-    if schema.get("type") == "null":
+    if types_of(schema) == ["null"]:
         return ["null"]
     found: list[str] = []
-    parts = schema.get("anyOf") or schema.get("oneOf")
-    for part in parts or ():
+    parts = parts_of(schema, "anyOf", "oneOf")
+    for part in parts:
         options = _options(part, root, seen, depth + 1)
         if options is None:
             return None
@@ -87,9 +94,8 @@ def _may_be_text(schema: Any, root: dict[str, Any], seen: set[str], depth: int =
     if isinstance(reference := schema.get("$ref"), str):
         is_first = is_new(schema, seen)
         return is_first and _may_be_text(pointed(reference, root), root, seen, depth + 1)
-    if parts := schema.get("anyOf") or schema.get("oneOf") or schema.get("allOf"):
+    if parts := parts_of(schema, "anyOf", "oneOf", "allOf"):
         return any(_may_be_text(part, root, seen, depth + 1) for part in parts)
-    named = schema.get("type")
-    if named is None:
-        return "properties" not in schema and "items" not in schema
-    return "string" in ([named] if isinstance(named, str) else named)
+    if types := types_of(schema):
+        return "string" in types
+    return "properties" not in schema and "items" not in schema
