@@ -6,7 +6,6 @@ import argparse
 import dataclasses
 import json
 import sys
-from collections import Counter
 from collections.abc import AsyncIterator, Sequence, Set
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -78,8 +77,7 @@ async def _trace(args: argparse.Namespace) -> None:
     if file is not None:
         with file:
             _write(file, trace.requests, outcomes)
-    reasons = Counter(outcome.reason for outcome in outcomes if outcome.reason)
-    print_summary(summarize(outcomes, args.slo), {"failures": dict(reasons)}, as_json=args.json)
+    print_summary(summarize(outcomes, args.slo), {}, as_json=args.json)
 
 
 def _opened(path: Path | None) -> TextIO | None:

@@ -161,6 +161,7 @@ def print_summary(summary: Summary, extra: Mapping[str, object], *, as_json: boo
             f"{summary.output_tokens_per_s:.1f} output tokens/s",
             "attainment": f"{summary.attainment:.3f} (first token in {summary.slo_s:g} s)",
             "satisfaction": f"{summary.satisfaction:.3f}",
+            "failures": ", ".join(f"{n} {reason}" for reason, n in summary.failures.items()),
             **{name: str(value) for name, value in extra.items()},
         }
     )

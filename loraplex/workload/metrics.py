@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -83,6 +84,8 @@ class Summary:
     """Share of all requests whose first token came before `slo_s`; aborted ones count as 0."""
     satisfaction: float
     """Mean over all requests of 1 - (first token latency / slo_s)^2; late and aborted ones 0."""
+    failures: dict[str, int]
+    """Requests that did not finish, by reason."""
 
 
 def summarize(outcomes: Sequence[RequestOutcome], slo_s: float = DEFAULT_SLO_S) -> Summary:
@@ -106,6 +109,7 @@ def summarize(outcomes: Sequence[RequestOutcome], slo_s: float = DEFAULT_SLO_S) 
         slo_s=slo_s,
         attainment=_ratio(sum(latency < slo_s for latency in latencies_s), len(outcomes)),
         satisfaction=_ratio(sum(rewards), len(outcomes)),
+        failures=dict(Counter(outcome.reason for outcome in outcomes if outcome.reason)),
     )
 
 

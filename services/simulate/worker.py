@@ -65,7 +65,8 @@ class SimulatedWorker:
         self.engine = Engine(self._runner, config, self.clock)
         self._inbox: list[tuple[float, int, Command]] = []
         self._order = itertools.count()
-        self._fetched: set[str] = set()
+        self._fetched_s: dict[str, float] = {}
+        """When adapters were, or will be, on this worker's disk."""
         self._load = WorkerLoad()
         self._residency: dict[str, AdapterResidency] = EveryAdapter() if on_disk else {}
         self._stalls = 0
@@ -89,18 +90,19 @@ class SimulatedWorker:
         self._unstarted[request.request_id] = len(request.prompt_ids)
         self._unstarted_tokens += len(request.prompt_ids)
         self._view = None
-        for digest in request.adapters.digests:
-            self._fetch(moment_s, digest, ranks[digest])
         self._deliver(moment_s, command)
+        for digest in request.adapters.digests:  # a request must wait to learn that one is refused
+            self._fetch(moment_s, digest, ranks[digest])
 
     def _fetch(self, moment_s: float, digest: str, rank: int) -> None:
-        if digest in self._fetched:
-            return
-        self._fetched.add(digest)
-        num_bytes = int(rank * self._costs.adapter_bytes_per_rank)
-        wait_s = 0.0 if self._on_disk else self._costs.fetch(num_bytes)
+        if digest not in self._fetched_s:
+            num_bytes = int(rank * self._costs.adapter_bytes_per_rank)
+            wait_s = 0.0 if self._on_disk else self._costs.fetch(num_bytes)
+            self._fetched_s[digest] = moment_s + wait_s
+        # For each request, as the engine forgets an adapter that it cannot load.
         num_pages = self._costs.adapter_pages(rank)
-        self._deliver(moment_s + wait_s, AdapterFetched(digest, digest, rank, num_pages))
+        fetched = AdapterFetched(digest, digest, rank, num_pages)
+        self._deliver(max(moment_s, self._fetched_s[digest]), fetched)
 
     def _deliver(self, moment_s: float, command: Command) -> None:
         heapq.heappush(self._inbox, (moment_s, next(self._order), command))

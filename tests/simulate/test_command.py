@@ -57,6 +57,15 @@ def test_a_roofline_is_named_instead_of_a_file_and_brings_its_memory() -> None:
     assert json.loads(done.stdout)["num_finished"] == 40
 
 
+def test_requests_that_do_not_fit_into_the_memory_fail_with_a_reason() -> None:
+    """Also those that come after the first one for an adapter that is too large."""
+    small = ("--costs", "llama-7b@a10g", "--kv-memory", "32MiB", "--ranks", "64")
+    done = simulate(*small, *SHORT)
+    assert done.returncode == 0, done.stderr
+    assert "finished      0 of 40 requests" in done.stdout
+    assert "failures      40 ADAPTER_TOO_LARGE" in done.stdout
+
+
 def test_time_outside_the_engine_comes_on_top(costs: str) -> None:
     done, added = (
         json.loads(simulate("--costs", costs, *SHORT, "--direct", "--json", *more).stdout)

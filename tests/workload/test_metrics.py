@@ -44,3 +44,4 @@ def test_percentiles_are_nearest_rank() -> None:
 def test_a_run_in_which_nothing_finished_has_numbers_too() -> None:
     summary = summarize([ABORTED])
     assert summary.requests_per_s == summary.satisfaction == summary.first_token.p99_s == 0.0
+    assert summary.failures == {"DEADLINE_EXCEEDED": 1}
