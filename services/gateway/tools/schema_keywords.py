@@ -6,6 +6,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+_NUM_TYPES = 7
+"""JSON Schema has no more types."""
+
 
 def options_of(schema: Mapping[str, Any]) -> list[Any] | None:
     """All values that `const` or `enum` allow; None = neither is there."""
@@ -18,7 +21,7 @@ def options_of(schema: Mapping[str, Any]) -> list[Any] | None:
 def types_of(schema: Mapping[str, Any]) -> list[str]:
     """The names under `type`; empty = any."""
     named = schema.get("type")
-    named = named if isinstance(named, list) else [named]
+    named = named[:_NUM_TYPES] if isinstance(named, list) else [named]
     return [each for each in named if isinstance(each, str)]
 
 
@@ -39,19 +42,6 @@ def required_of(schema: Mapping[str, Any]) -> frozenset[str]:
     names = schema.get("required")
     names = names if isinstance(names, list) else []
     return frozenset(each for each in names if isinstance(each, str))
-
-
-def is_new(schema: Mapping[str, Any], seen: set[str]) -> bool:
-    """Whether a schema has a reference that was not followed before. Mutates: seen.
-
-    What is looked for in a schema is a union over its parts, so each reference is followed once:
-    schemas that refer to each other ten times on each of ten levels have 10^10 paths.
-    """
-    reference = schema.get("$ref")
-    if not isinstance(reference, str) or reference in seen:
-        return False
-    seen.add(reference)
-    return True
 
 
 def pointed(reference: str, root: Mapping[str, Any]) -> Any:

@@ -7,16 +7,11 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from loraplex_services.gateway.tools.schema_keywords import (
-    is_new,
-    options_of,
-    parts_of,
-    pointed,
-    properties_of,
-    types_of,
-)
+from loraplex_services.gateway.tools.schema_keywords import options_of, properties_of
+from loraplex_services.gateway.tools.schema_parts import alternatives
 
-_DEEPEST = 8
+_MOST_OPTIONS = 128
+"""Options whose types are looked at."""
 _WORDS = {"True": "true", "False": "false", "None": "null"}
 _TYPES: dict[type, frozenset[str]] = {
     str: frozenset({"string"}),
@@ -40,7 +35,7 @@ def json_value(text: str, name: str, parameters: Mapping[str, Any]) -> str:
     properties = properties_of(parameters) or {}
     if name not in properties:
         return _json_text(text)
-    types = _types_of(properties[name], parameters, set())
+    types = _types_of(properties[name], parameters)
     if types == {"string"}:
         return _json_text(text)
     word = text.strip()
@@ -60,19 +55,13 @@ def value_of(word: str) -> Any:
     return value
 
 
-def _types_of(
-    schema: Any, root: Mapping[str, Any], seen: set[str], depth: int = 0
-) -> frozenset[str]:
-    """Types that a schema names, itself or in its parts; none = any. Mutates: seen."""
-    if not isinstance(schema, dict) or depth > _DEEPEST:
-        return frozenset()
-    types = frozenset(types_of(schema))
-    if not types:
-        types = types.union(*(_TYPES[type(value)] for value in options_of(schema) or ()))
-    parts = [part for key in ("anyOf", "oneOf", "allOf") for part in parts_of(schema, key)]
-    if is_new(schema, seen):
-        parts.append(pointed(schema["$ref"], root))
-    return types.union(*(_types_of(part, root, seen, depth + 1) for part in parts))
+def _types_of(schema: Any, root: Mapping[str, Any]) -> frozenset[str]:
+    """Types that a schema allows, by name or by its options; none = any."""
+    found = set[str]()
+    for each in alternatives(schema, root):
+        options = (options_of(each.schema) or ())[:_MOST_OPTIONS]
+        found |= set(each.types) or set().union(*(_TYPES[type(value)] for value in options))
+    return frozenset(found)
 
 
 def _json_text(value: Any) -> str:

@@ -286,6 +286,10 @@ HOSTILE = {
             "3": {"type": "integer"},
         },
     },
+    "many arguments with many alternatives": {
+        "properties": {f"a{n}": {"anyOf": [{"$ref": "#/$defs/0"}]} for n in range(1_000)},
+        "$defs": {"0": {"anyOf": [*[{"type": "integer"}] * 10_000, {"type": "string"}]}},
+    },
     "very many arguments": {"properties": {f"a{n}": {"type": "integer"} for n in range(5_000)}},
     "very many required texts": {
         "properties": {f"a{n}": {"type": "string"} for n in range(20_000)},
