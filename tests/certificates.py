@@ -51,15 +51,16 @@ class Authority:
         self.ca = folder / "ca.pem"
         self.ca.write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
 
-    def issue(self, name: str, *, name_only: bool = False) -> Pair:
-        """A certificate for `name`, and for localhost and 127.0.0.1 unless `name_only`."""
+    def issue(self, name: str, *, name_only: bool = False, days_from_now: int = 0) -> Pair:
+        """A certificate for `name`, and for localhost and 127.0.0.1 unless `name_only`, from a day
+        before to a day after `days_from_now`."""
         key = ec.generate_private_key(ec.SECP256R1())
         local = [
             x509.DNSName("localhost"),
             x509.IPAddress(ipaddress.ip_address("127.0.0.1")),
         ]
         names = x509.SubjectAlternativeName([x509.DNSName(name), *([] if name_only else local)])
-        builder = _builder(_named(name), self._name, key, self._key)
+        builder = _builder(_named(name), self._name, key, self._key, days_from_now)
         builder = builder.add_extension(names, critical=False)
         certificate = builder.sign(self._key, hashes.SHA256())
         pair = Pair(self._folder / f"{name}.pem", self._folder / f"{name}.key")
@@ -83,18 +84,19 @@ def _builder(
     issuer: x509.Name,
     key: ec.EllipticCurvePrivateKey,
     issuer_key: ec.EllipticCurvePrivateKey,
+    days_from_now: int = 0,
 ) -> x509.CertificateBuilder:
     own_id = x509.SubjectKeyIdentifier.from_public_key(key.public_key())
     issuer_id = x509.AuthorityKeyIdentifier.from_issuer_public_key(issuer_key.public_key())
-    now = datetime.datetime.now(datetime.UTC)
+    middle = datetime.datetime.now(datetime.UTC) + days_from_now * _DAY
     return (
         x509.CertificateBuilder()
         .subject_name(subject)
         .issuer_name(issuer)
         .public_key(key.public_key())
         .serial_number(x509.random_serial_number())
-        .not_valid_before(now - _DAY)
-        .not_valid_after(now + _DAY)
+        .not_valid_before(middle - _DAY)
+        .not_valid_after(middle + _DAY)
         .add_extension(own_id, critical=False)
         .add_extension(issuer_id, critical=False)
     )

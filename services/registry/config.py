@@ -44,12 +44,13 @@ def from_env(environ: Mapping[str, str]) -> RegistryConfig:
     """Raises InvalidRequest naming the variable that is wrong."""
     state_dir = env.STATE_DIR.read(environ) or variables.default_state_dir(environ)
     objects_url = env.OBJECTS.read(environ) or (state_dir / "objects").absolute().as_uri()
-    listen, service_listen = _listeners(environ)
+    tls = tls_files(environ)
+    listen, service_listen = _listeners(environ, tls)
     return RegistryConfig(
         listen=listen,
         service_listen=service_listen,
         service_names=env.SERVICE_NAMES.read(environ),
-        tls=tls_files(environ),
+        tls=tls,
         metrics_listen=env.METRICS_LISTEN.read(environ),
         objects_url=objects_url,
         metadata_url=env.METADATA.read(environ),
@@ -64,7 +65,7 @@ def from_env(environ: Mapping[str, str]) -> RegistryConfig:
     )
 
 
-def _listeners(environ: Mapping[str, str]) -> tuple[str, str]:
+def _listeners(environ: Mapping[str, str], tls: TlsFiles) -> tuple[str, str]:
     """The address for everyone, and the one for services only, "" if there is none."""
     listen = env.REGISTRY_LISTEN.read(environ)
     everyone, comma, rest = listen.partition(",")
@@ -72,7 +73,7 @@ def _listeners(environ: Mapping[str, str]) -> tuple[str, str]:
     if comma and (scheme != "mtls" or "," in services):
         description = "expected one address, or ADDRESS,mtls:HOST:PORT"
         raise InvalidRequest.field(env.REGISTRY_LISTEN.name, listen, description)
-    if services and not tls_files(environ).proves_services:
+    if services and not tls.proves_services:
         description = f"mtls: needs {env.CA.name}, {env.CERT.name} and {env.KEY.name}"
         raise InvalidRequest.field(env.REGISTRY_LISTEN.name, listen, description)
     return everyone.strip(), services

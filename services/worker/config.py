@@ -87,7 +87,8 @@ def from_env(environ: Mapping[str, str]) -> WorkerConfig:
             "LORAPLEX_OBJECTS", "", "must name the object store: file:///path or s3://bucket/prefix"
         )
     base_id = env.SERVED_MODEL_NAME.read(environ) or base_id_of(model)
-    service_token = _service_token(environ)
+    tls = tls_files(environ)
+    service_token = _service_token(environ, tls)
     return WorkerConfig(
         listen=env.WORKER_LISTEN.read(environ),
         metrics_listen=env.METRICS_LISTEN.read(environ),
@@ -101,7 +102,7 @@ def from_env(environ: Mapping[str, str]) -> WorkerConfig:
         step_timeout_s=switches.STEP_TIMEOUT_S.read(environ),
         service_token=service_token,
         service_names=env.SERVICE_NAMES.read(environ),
-        tls=tls_files(environ),
+        tls=tls,
         engine=_engine(environ, _nodes(environ, service_token)),
         node_rank=env.NODE_RANK.read(environ),
     )
@@ -174,11 +175,11 @@ def _worker_id(listen: str) -> str:
     return f"{socket.gethostname()}-{secrets.token_hex(4)}"
 
 
-def _service_token(environ: Mapping[str, str]) -> str:
+def _service_token(environ: Mapping[str, str], tls: TlsFiles) -> str:
     """The token. Raises InvalidRequest if other machines could connect without credentials."""
     token = read_service_token(env.SERVICE_TOKEN_FILE.read(environ))
     listen = env.WORKER_LISTEN.read(environ)
-    known = token or tls_files(environ).proves_services
+    known = token or tls.proves_services
     auth = env.AUTH.read(environ)
     if auth == "keys" and not known and not listen.startswith("unix:"):
         raise InvalidRequest.field(

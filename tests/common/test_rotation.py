@@ -12,7 +12,7 @@ import pytest
 
 from loraplex_services.common.grpc import server as grpc_server
 from loraplex_services.common.security.rotation import Rotation
-from loraplex_services.common.security.tls import TlsFiles
+from loraplex_services.common.security.tls import TlsFiles, http_tls_files, tls_files
 from loraplex_services.gateway.http.server import HttpServer
 from tests.certificates import Authority
 
@@ -41,7 +41,7 @@ async def _serial(house: Authority, port: int, name: str = "localhost") -> str:
 
 def test_files_count_as_replaced_once_and_only_when_they_belong_together(house: Authority) -> None:
     pair = house.issue("server")
-    rotation = Rotation(pair=(pair.cert, pair.key))
+    rotation = Rotation(None, pair=(pair.cert, pair.key))
     assert not rotation.is_renewed()
     other = house.issue("other")
     pair.cert.write_bytes(other.cert.read_bytes())
@@ -51,6 +51,42 @@ def test_files_count_as_replaced_once_and_only_when_they_belong_together(house: 
     pair.key.write_bytes(other.key.read_bytes())
     assert rotation.is_renewed()
     assert not rotation.is_renewed()
+
+
+@pytest.mark.parametrize("days", [-2, 2])
+def test_a_certificate_that_is_not_valid_now_does_not_replace_another(
+    house: Authority, caplog: pytest.LogCaptureFixture, days: int
+) -> None:
+    pair = house.issue("server")
+    rotation = Rotation(None, pair=(pair.cert, pair.key))
+    house.issue("server", days_from_now=days)
+    assert not rotation.is_renewed() and not rotation.is_renewed()
+    (warning,) = caplog.records
+    assert ("expired" if days < 0 else "not yet valid") in warning.__dict__["error"]
+    house.issue("server")
+    assert rotation.is_renewed()
+
+
+def test_a_ca_counts_as_replaced_only_when_it_can_be_used(house: Authority, tmp_path: Path) -> None:
+    rotation = Rotation(house.ca, pair=None)
+    house.ca.unlink()
+    assert not rotation.is_renewed()
+    house.ca.write_text("half of it")
+    assert not rotation.is_renewed()
+    house.ca.write_bytes(Authority(tmp_path / "other").ca.read_bytes())
+    assert rotation.is_renewed()
+
+
+@pytest.mark.parametrize("name", ["LORAPLEX_CERT", "LORAPLEX_HTTP_CERT"])
+def test_a_service_that_starts_with_an_expired_certificate_warns(
+    house: Authority, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    for days in (0, -2):
+        pair = house.issue("server", days_from_now=days)
+        read = tls_files if name == "LORAPLEX_CERT" else http_tls_files
+        read({name: str(pair.cert), "LORAPLEX_KEY": str(pair.key)})
+    (warning,) = caplog.records
+    assert warning.__dict__["error"] == "certificate has expired"
 
 
 async def test_a_grpc_server_shows_the_certificate_that_is_in_the_file_now(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import ssl
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -12,9 +13,11 @@ import grpc
 
 from loraplex.errors import InvalidRequest
 from loraplex_services.common.grpc.server import ServerTls
-from loraplex_services.common.security.rotation import Rotation
+from loraplex_services.common.security.rotation import Rotation, check_pair, check_validity
 from loraplex_services.common.settings import env
 from loraplex_services.common.settings.setting import Setting
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,13 +78,13 @@ def tls_files(environ: Mapping[str, str]) -> TlsFiles:
         )
     ca = _file(environ, env.CA)
     # gRPC would only say that it cannot listen.
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     if ca is not None:
         with _named(env.CA, ca, "must be a PEM certificate"):
-            context.load_verify_locations(ca)
+            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_verify_locations(ca)
     if cert is not None and key is not None:
         with _named(env.CERT, cert, f"must be a PEM certificate, and {key} its unencrypted key"):
-            context.load_cert_chain(cert, key, password="")
+            check_pair(cert, key)
+        _warn_if_invalid(cert, key)
     return TlsFiles(ca, cert, key)
 
 
@@ -100,8 +103,18 @@ def http_tls_files(environ: Mapping[str, str]) -> TlsFiles:
     key = key_file if key_file.is_file() else cert
     needed = f"must be a PEM certificate whose unencrypted key is in the same file or in {key_file}"
     with _named(env.HTTP_CERT, cert, needed):
-        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(cert, key, password="")
+        check_pair(cert, key)
+    _warn_if_invalid(cert, key)
     return TlsFiles(cert=cert, key=key)
+
+
+def _warn_if_invalid(cert: Path, key: Path) -> None:
+    """Only a warning, because callers that do not check the certificate can still be served."""
+    try:
+        check_validity(cert, key)
+    except ssl.SSLCertVerificationError as error:
+        fields = {"cert": str(cert), "error": error.verify_message}
+        logger.warning("callers will not accept the certificate", extra=fields)
 
 
 @contextmanager

@@ -76,7 +76,7 @@ class HttpServer:
 def _renew(context: ssl.SSLContext | None, cert: Path, key: Path) -> None:
     """Check at every handshake whether the files were replaced. Mutates: context."""
     assert context is not None, "a certificate was given"
-    rotation = Rotation(pair=(cert, key))
+    rotation = Rotation(None, pair=(cert, key))
 
     def before_handshake(
         connection: ssl.SSLSocket | ssl.SSLObject, _: str | None, current: ssl.SSLContext
