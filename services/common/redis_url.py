@@ -7,9 +7,10 @@ from typing import Any
 from urllib.parse import parse_qsl, unquote
 
 import redis.asyncio
-from redis.asyncio.sentinel import Sentinel
+from redis.asyncio.connection import ConnectionPool, SSLConnection
+from redis.asyncio.sentinel import Sentinel, SentinelManagedSSLConnection
 from redis.exceptions import ConnectionError as RedisGone
-from redis.exceptions import ReadOnlyError
+from redis.exceptions import ReadOnlyError, RedisError
 from redis.exceptions import TimeoutError as RedisTimedOut
 
 from loraplex.errors import InvalidRequest
@@ -19,6 +20,7 @@ _CONNECT_TIMEOUT_S = 2.0
 _TIMEOUT_S = 5.0
 _HEALTH_CHECK_S = 15
 _TLS_FILES = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile")
+_SENTINEL_OPTIONS = ("tls", "sentinel_password", *_TLS_FILES)
 _FORMS = (
     "must be embedded, redis://HOST:PORT[/DB], rediss://... for TLS, unix:///path, or "
     "redis+sentinel://HOST:PORT[,HOST:PORT...]/SERVICE[/DB]"
@@ -48,6 +50,27 @@ class BoundedRedis(redis.asyncio.Redis):
             raise RedisTimedOut(f"no answer within {_TIMEOUT_S:g} s") from None
 
 
+class RenewedTls(SSLConnection):
+    """A connection that reads its TLS files whenever it is opened. Pools keep and reopen their
+    connections, and redis-py's would use what it read the first time."""
+
+    async def connect(self) -> None:
+        """Raises: RedisError."""
+        if not self.is_connected:
+            self.ssl_context.context = None
+        await super().connect()  # type: ignore[no-untyped-call]
+
+
+class RenewedSentinelTls(RenewedTls, SentinelManagedSSLConnection):
+    """The same, to the primary that Sentinel names."""
+
+
+def _renew_tls(pool: ConnectionPool) -> None:
+    """Mutates: pool, if its connections have TLS."""
+    renewed = {SSLConnection: RenewedTls, SentinelManagedSSLConnection: RenewedSentinelTls}
+    pool.connection_class = renewed.get(pool.connection_class, pool.connection_class)
+
+
 def is_closed_transport(error: RuntimeError) -> bool:
     """Whether an error of uvloop means that the peer closed a connection; asyncio raises
     ConnectionError."""
@@ -71,15 +94,22 @@ def connect_redis(url: str) -> redis.asyncio.Redis:
     if scheme not in ("redis", "rediss", "unix"):
         raise InvalidRequest.field("LORAPLEX_METADATA", scheme, _FORMS)
     try:
-        return BoundedRedis.from_url(
+        client = BoundedRedis.from_url(
             url,
             protocol=2,
             socket_timeout=_TIMEOUT_S,
             socket_connect_timeout=_CONNECT_TIMEOUT_S,
             health_check_interval=_HEALTH_CHECK_S,
         )
+        # Refuses options that it does not know.
+        client.connection_pool.make_connection()  # type: ignore[no-untyped-call]
     except ValueError:
         raise InvalidRequest.field("LORAPLEX_METADATA", scheme, _FORMS) from None
+    except (TypeError, RedisError) as error:
+        why = f"has an option in its query that cannot be used: {error}"
+        raise InvalidRequest.field("LORAPLEX_METADATA", scheme, why) from None
+    _renew_tls(client.connection_pool)
+    return client
 
 
 def _through_sentinel(address: str) -> redis.asyncio.Redis:
@@ -100,6 +130,10 @@ def _through_sentinel(address: str) -> redis.asyncio.Redis:
         nodes, number = [], 0
     if not nodes or not service:
         raise InvalidRequest.field("LORAPLEX_METADATA", "redis+sentinel", _FORMS)
+    for name in options.keys() - set(_SENTINEL_OPTIONS):
+        known = ", ".join(_SENTINEL_OPTIONS)
+        why = f"has the unknown option {name} in its query; known are {known}"
+        raise InvalidRequest.field("LORAPLEX_METADATA", "redis+sentinel", why)
     shared: dict[str, Any] = {
         "ssl": options.get("tls", "").lower() in ("1", "true", "yes"),
         **{name: options[name] for name in _TLS_FILES if name in options},
@@ -118,6 +152,8 @@ def _through_sentinel(address: str) -> redis.asyncio.Redis:
         health_check_interval=_HEALTH_CHECK_S,
         **shared,
     )
+    for each in (client, *sentinel.sentinels):
+        _renew_tls(each.connection_pool)
     return client
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import uvloop
+from redis.asyncio.connection import SSLConnection
 from redis.exceptions import RedisError
 from redis.exceptions import TimeoutError as TimedOut
 
@@ -21,7 +22,7 @@ def test_plain_tls_and_socket_urls_are_understood() -> None:
     plain = connect_redis("redis://user:secret@meta:6380/3").connection_pool.connection_kwargs
     assert (plain["host"], plain["port"], plain["db"]) == ("meta", 6380, 3)
     secure = connect_redis("rediss://meta").connection_pool
-    assert "SSL" in secure.connection_class.__name__
+    assert issubclass(secure.connection_class, SSLConnection)
     socket = connect_redis("unix:///run/meta.sock").connection_pool.connection_kwargs
     assert socket["path"] == "/run/meta.sock"
 
@@ -42,6 +43,14 @@ def test_sentinel_urls_name_nodes_service_and_database() -> None:
 )
 def test_other_addresses_are_refused_naming_the_variable(url: str) -> None:
     with pytest.raises(InvalidRequest, match="LORAPLEX_METADATA"):
+        connect_redis(url)
+
+
+@pytest.mark.parametrize(
+    "url", ["redis://a/0?tsl=1", "rediss://a?ssl_cert_reqs=no", "redis+sentinel://a/s?ssl_ca=x"]
+)
+def test_options_that_do_not_exist_are_refused_when_a_service_starts(url: str) -> None:
+    with pytest.raises(InvalidRequest, match=r"LORAPLEX_METADATA.*query"):
         connect_redis(url)
 
 

@@ -6,6 +6,7 @@ import asyncio
 import subprocess
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,24 @@ async def test_the_index_lives_behind_tls_and_client_certificates(tmp_path: Path
             await registry.kill()
 
 
+async def test_replaced_tls_files_are_read_when_a_connection_is_opened(tmp_path: Path) -> None:
+    binary = redis_with_tls()
+    port, ca = free_port(), tmp_path / "ca.pem"
+    client = connect_redis(f"rediss://127.0.0.1:{port}/0?ssl_ca_certs={ca}")
+    for name in ("first", "second"):
+        house = Authority(tmp_path / name)
+        own = house.issue("redis")
+        ca.write_bytes(house.ca.read_bytes())
+        command = [
+            *(binary, "--port", "0", "--tls-port", str(port), "--save", ""),
+            *("--tls-cert-file", str(own.cert), "--tls-key-file", str(own.key)),
+            *("--tls-ca-cert-file", str(house.ca), "--tls-auth-clients", "no"),
+        ]
+        with _running(*command, folder=tmp_path / f"redis-{name}"):
+            await _until(client.ping)
+    await client.aclose()
+
+
 class Sentineled:
     """A primary, a replica, and a Sentinel that watches them."""
 
@@ -101,27 +120,61 @@ class Sentineled:
         self.ports = ports
 
 
+@dataclass(frozen=True, slots=True)
+class Servers:
+    """How the servers of a test are started and reached."""
+
+    binary: str
+    scheme: str = "redis"
+    port: str = "--port"
+    options: tuple[str, ...] = ()
+    query: str = ""
+    sentinel_query: str = ""
+
+    def command(self, port: int, *more: str) -> tuple[str, ...]:
+        """Starts one on a port."""
+        listen = ("--bind", "127.0.0.1", self.port, str(port))
+        return (self.binary, *more, *listen, *self.options)
+
+    def client(self, port: int) -> Any:
+        """A client of one of them."""
+        return connect_redis(f"{self.scheme}://127.0.0.1:{port}/0{self.query}")
+
+
+@pytest.fixture(params=["plain", "tls"])
+def servers(request: pytest.FixtureRequest, tmp_path: Path) -> Servers:
+    if request.param == "plain":
+        return Servers(str(find_binary()))
+    house = Authority(tmp_path / "house")
+    own = house.issue("redis")
+    options = (
+        *("--port", "0", "--tls-cert-file", str(own.cert), "--tls-key-file", str(own.key)),
+        *("--tls-ca-cert-file", str(house.ca), "--tls-auth-clients", "no"),
+        *("--tls-replication", "yes"),
+    )
+    query = f"?ssl_ca_certs={house.ca}"
+    return Servers(redis_with_tls(), "rediss", "--tls-port", options, query, query + "&tls=true")
+
+
 @pytest.fixture
-async def sentineled(tmp_path: Path) -> AsyncIterator[Sentineled]:
-    binary = str(find_binary())
+async def sentineled(servers: Servers, tmp_path: Path) -> AsyncIterator[Sentineled]:
     primary, replica, watcher = (free_port() for _ in range(3))
-    plain = ("--save", "", "--bind", "127.0.0.1", "--port")
     config = tmp_path / "sentinel.conf"
     config.write_text(
-        f"port {watcher}\nbind 127.0.0.1\n"
         f"sentinel monitor loraplex 127.0.0.1 {primary} 1\n"
         "sentinel down-after-milliseconds loraplex 400\n"
         "sentinel failover-timeout loraplex 3000\n"
     )
     with ExitStack() as stack:
+        empty = ("--save", "")
         first = stack.enter_context(
-            _running(binary, *plain, str(primary), folder=tmp_path / "primary")
+            _running(*servers.command(primary, *empty), folder=tmp_path / "primary")
         )
         copy_of = ("--replicaof", f"127.0.0.1 {primary}", "--repl-diskless-sync-delay", "0")
         stack.enter_context(
-            _running(binary, *plain, str(replica), *copy_of, folder=tmp_path / "replica")
+            _running(*servers.command(replica, *empty, *copy_of), folder=tmp_path / "replica")
         )
-        client = connect_redis(f"redis://127.0.0.1:{replica}")
+        client = servers.client(replica)
 
         async def is_synced() -> bool:
             info = await client.info("replication")
@@ -129,17 +182,16 @@ async def sentineled(tmp_path: Path) -> AsyncIterator[Sentineled]:
 
         await _until(is_synced)
         await client.aclose()
-        stack.enter_context(
-            _running(binary, str(config), "--sentinel", folder=tmp_path / "sentinel")
-        )
-        asked = connect_redis(f"redis://127.0.0.1:{watcher}")
+        watching = servers.command(watcher, str(config), "--sentinel")
+        stack.enter_context(_running(*watching, folder=tmp_path / "sentinel"))
+        asked = servers.client(watcher)
 
         async def knows_the_replica() -> bool:
             return bool(await asked.execute_command("SENTINEL", "REPLICAS", "loraplex"))
 
         await _until(knows_the_replica)
         await asked.aclose()
-        url = f"redis+sentinel://127.0.0.1:{watcher}/loraplex"
+        url = f"redis+sentinel://127.0.0.1:{watcher}/loraplex{servers.sentinel_query}"
         yield Sentineled(url, first, (primary, replica))
 
 
