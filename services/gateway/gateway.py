@@ -33,6 +33,7 @@ from loraplex_services.gateway.console.adapters import AdapterEndpoints
 from loraplex_services.gateway.console.app import ConsoleEndpoints
 from loraplex_services.gateway.console.debug_state import GatewayState
 from loraplex_services.gateway.grpc import admin, server
+from loraplex_services.gateway.http.aborts import AbortEndpoint
 from loraplex_services.gateway.http.aliases import AliasEndpoints
 from loraplex_services.gateway.http.answering import Answering
 from loraplex_services.gateway.http.app import AppContext, OpenAIEndpoints
@@ -274,6 +275,7 @@ class Gateway:
             *messages.routes(),
             *vectors.routes(),
             *pauses.routes(),
+            *AbortEndpoint(lister, self._live).routes(),
             *usage.routes(),
             *console.routes(),
             *adapters.routes(),

@@ -75,6 +75,7 @@ NOT_SERVED = {
         ("/", "/generate", "/generate_stream", "/completion", "/api"),
         "use /v1/completions or /v1/chat/completions, with the name of the adapter as model",
     ),
+    "/abort_request": "POST the ids to /abort_requests as request_ids",
     **dict.fromkeys(("/info", "/get_model_info", "/model_info"), "use /v1/models"),
 }
 """Paths that clients of other servers know, and what to do instead. Some of them are served if a

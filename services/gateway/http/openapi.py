@@ -14,6 +14,7 @@ from starlette.routing import Route
 import loraplex
 from loraplex_services.common.callers import LOCAL
 from loraplex_services.common.limits import FILE_LIFETIME_S, NumberLimits
+from loraplex_services.gateway.http.aborts import Aborted, parse_abort
 from loraplex_services.gateway.http.aliases import ServerInfo, parse_load, parse_unload
 from loraplex_services.gateway.http.answering import json_response
 from loraplex_services.gateway.http.calls import Origin, parse_chat, parse_completion
@@ -161,6 +162,7 @@ _BODIES: Mapping[str, _Body] = {
             }
         ],
     ),
+    "/abort_requests": _Body(parse_abort, [{"request_ids": ["a"]}]),
     "/v1/load_lora_adapter": _Body(parse_load, [{"lora_name": "a", "lora_path": "p"}]),
     "/v1/unload_lora_adapter": _Body(parse_unload, [{"lora_name": "a"}]),
 }
@@ -172,6 +174,7 @@ _SAME: Mapping[str, str] = {
     "/load_lora_adapter": "/v1/load_lora_adapter",
     "/skyrl/v1/load_lora_adapter": "/v1/load_lora_adapter",
     "/unload_lora_adapter": "/v1/unload_lora_adapter",
+    "/inference/v1/abort_requests": "/abort_requests",
 }
 """Paths with the body of another one."""
 
@@ -202,6 +205,7 @@ _ANSWERS: Mapping[str, _Answer] = {
     "/detokenize": _Answer(DetokenizeResponse),
     "/v1/models": _Answer(Page[ModelCard]),
     "/v1/models/{ref}": _Answer(ModelCard),
+    "/abort_requests": _Answer(Aborted),
     "/version": _Answer(VersionResponse),
     "/server_info": _Answer(ServerInfo),
     "GET /v1/batches": _Answer(Page[BatchObject]),

@@ -181,6 +181,19 @@ class LiveRequests:
             if scope in live.scopes and not self._is_paused(live):
                 live.resumed.set()
 
+    def abort(self, tenant: str, request_ids: Collection[str]) -> int:
+        """End the requests of a tenant that have these ids, with the output so far; returns their
+        number."""
+        asked = [
+            live
+            for live in self._live | self._held_up
+            if live.prepared.call.tenant == tenant and live.prepared.call.request_id in request_ids
+        ]
+        for live in asked:
+            live.steering.abort()
+            live.resumed.set()
+        return len(asked)
+
     def _is_paused(self, live: LiveRequest) -> bool:
         return any(scope in self._paused for scope in live.scopes)
 
@@ -190,7 +203,7 @@ class LiveRequests:
         self._held_up.add(live)
         try:
             async with asyncio.timeout(max(live.prepared.deadline_s - now_s(), 0.0)):
-                while self._is_paused(live):
+                while self._is_paused(live) and not live.steering.is_aborted:
                     live.resumed.clear()
                     await live.resumed.wait()
         except TimeoutError:
