@@ -62,7 +62,7 @@ class Served:
         slots = () if bare else ((0, 1.0),)
         plan = StepPlan(0, (PlannedRow(request, 0, len(tokens), True, slots),))
         [row] = self.runner.launch(plan).result()
-        return [entry.logprob for entry in row.prompt_logprobs]
+        return [entry.logprob for entry in row.prompt_logprobs.entries()[1:]]
 
 
 def serve(folder: Path, lora_dtype: str) -> Served:

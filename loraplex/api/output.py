@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import repeat
 from typing import NamedTuple
@@ -60,29 +60,27 @@ class PackedLogprobs:
         """Number of positions, without the first token of the prompt, which has no logprob."""
         return len(self.logprobs) // (4 + 4 * self.num_top)
 
-    def followed_by(self, entries: Sequence[TokenLogprob]) -> PackedLogprobs:
+    def followed_by(self, further: PackedLogprobs) -> PackedLogprobs:
         """These logprobs with those of further positions, which have as many candidates."""
-        token_ids, logprobs = array("I"), array("f")
-        ranks = array("I", [entry.rank for entry in entries])
-        for entry in entries:
-            for token_id, logprob in ((entry.token_id, entry.logprob), *entry.top):
-                token_ids.append(token_id)
-                logprobs.append(logprob)
         return PackedLogprobs(
-            len(entries[0].top) if entries else self.num_top,
-            self.token_ids + token_ids.tobytes(),
-            self.logprobs + logprobs.tobytes(),
-            self.ranks + ranks.tobytes(),
+            further.num_top if further.logprobs else self.num_top,
+            self.token_ids + further.token_ids,
+            self.logprobs + further.logprobs,
+            self.ranks + further.ranks,
         )
 
     def entries(self) -> tuple[TokenLogprob | None, ...]:
-        """One entry for each token of the prompt; the first is None. Takes 0.4 s for 262,144
-        logprobs, so event loops call it on a thread."""
+        """One entry for each token of the prompt; the first is None. Takes as long as `scored`."""
+        return None, *self.scored()
+
+    def scored(self) -> tuple[TokenLogprob, ...]:
+        """One entry for each position. Takes 0.4 s for 262,144 logprobs, so event loops call it on
+        a thread."""
         flat = list(map(Candidate, array("I", self.token_ids), array("f", self.logprobs)))
         step = 1 + self.num_top
         starts = range(0, len(flat), step)
         ranks = array("I", self.ranks) or repeat(0)
-        return None, *(
+        return tuple(
             TokenLogprob(*flat[i], tuple(flat[i + 1 : i + step]), rank)
             for i, rank in zip(starts, ranks, strict=False)
         )

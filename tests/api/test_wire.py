@@ -15,7 +15,6 @@ from loraplex.api import wire
 from loraplex.api.output import (
     Candidate,
     FinishReason,
-    PackedLogprobs,
     ServedBy,
     Timings,
     TokenLogprob,
@@ -26,6 +25,7 @@ from loraplex.api.residency import AdapterResidency, Tier, WorkerLoad
 from loraplex.api.sampling import Grammar, Sampling, SamplingParams
 from loraplex.errors import InvalidRequest
 from loraplex.v1 import common_pb2, inference_pb2, worker_pb2
+from tests.packing import packed_logprobs
 
 UINT32 = st.integers(0, 2**32 - 1)
 FLOAT = st.floats(width=32, allow_nan=False)
@@ -149,12 +149,11 @@ def test_logprobs_cross_with_a_prompt_that_begins_without_one(entries: list[Toke
 @given(st.lists(st.lists(st.builds(Candidate, UINT32, FLOAT), min_size=3, max_size=3), max_size=5))
 def test_packed_logprobs_cross_however_a_prompt_was_cut(rows: list[list[Candidate]]) -> None:
     entries = [TokenLogprob(*own, tuple(top), rank) for rank, (own, *top) in enumerate(rows)]
-    packed = PackedLogprobs().followed_by(entries[:2]).followed_by(entries[2:])
+    packed = packed_logprobs(entries[:2]).followed_by(packed_logprobs(entries[2:]))
     packed = wire.packed_logprobs_from_proto(wire.packed_logprobs_to_proto(packed))
     assert packed.entries() == (None, *entries) and len(packed) == len(entries)
-    assert [
-        entry.rank for entry in dataclasses.replace(packed, ranks=b"").entries()[1:] if entry
-    ] == ([0] * len(entries)), "of an older worker"
+    of_older_worker = dataclasses.replace(packed, ranks=b"").scored()
+    assert [entry.rank for entry in of_older_worker] == [0] * len(entries)
 
 
 def test_minus_infinity_is_a_logprob() -> None:

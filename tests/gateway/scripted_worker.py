@@ -17,7 +17,7 @@ from typing import Any
 import grpc
 
 from loraplex.api.error_wire import to_status
-from loraplex.api.output import PackedLogprobs, RoutedExperts, RoutingShape
+from loraplex.api.output import RoutedExperts, RoutingShape
 from loraplex.api.wire import (
     logprobs_from_proto,
     packed_logprobs_to_proto,
@@ -26,6 +26,7 @@ from loraplex.api.wire import (
 from loraplex.errors import LoraplexError
 from loraplex.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 from tests.gateway.tiny_tokenizer import BOS_ID, EOS_ID, VOCAB_SIZE, tokenizer_files
+from tests.packing import packed_logprobs
 
 ROUTING = RoutingShape(num_layers=3, num_active=2, expert_bytes=1)
 Script = Callable[[worker_pb2.WorkerRequest], list[int]]
@@ -291,7 +292,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
         ):
             num_top = request.sampling.prompt_logprobs
             entries = [_logprob(prompt_id, num_top) for prompt_id in request.prompt_ids[1:]]
-            packed = PackedLogprobs().followed_by(logprobs_from_proto(entries))
+            packed = packed_logprobs(logprobs_from_proto(entries))
             event.prompt_logprobs.CopyFrom(packed_logprobs_to_proto(packed))
         if request.HasField("routed_from") and self.has_experts:
             end = len(request.prompt_ids) + live.position

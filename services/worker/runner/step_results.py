@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import partial, reduce
 from itertools import chain, islice
 from typing import NamedTuple
 
@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from loraplex.api.output import TokenLogprob
+from loraplex.api.output import PackedLogprobs, TokenLogprob
 from loraplex_services.worker.layers.forward_batch import ForwardBatch
 from loraplex_services.worker.model.decoder import Decoder
 from loraplex_services.worker.ops.lora.worklist import LoraBatch
@@ -70,7 +70,8 @@ class StepResults:
             rest = [next(found) if row.chooses else SampledRow() for row in generations]
         out += rest
         for sampled, parts in zip(out, self.scores, strict=False):
-            sampled.prompt_logprobs = tuple(entry for part in parts for entry in part.read())
+            packed = (part.packed() for part in parts)
+            sampled.prompt_logprobs = reduce(PackedLogprobs.followed_by, packed, PackedLogprobs())
         if self.pooled is not None:
             for sampled, vector in zip(out, self.pooled.read(), strict=False):
                 sampled.pooled = vector

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from loraplex.api.output import Candidate, TokenLogprob
+from loraplex.api.output import Candidate, PackedLogprobs, TokenLogprob
 from loraplex_services.worker.sampling.masks import MINUS_INF
 from loraplex_services.worker.transfers import to_device, to_host
 
@@ -36,13 +36,25 @@ class LogprobRows:
     def read(self) -> list[TokenLogprob]:
         """Plain values."""
         columns = (self.token_ids, self.values, self.top_ids, self.top_values)
-        ranks = [0] * len(self.tops) if self.ranks is None else self.ranks.int().tolist()
-        rows = zip(*(column.tolist() for column in columns), self.tops, ranks, strict=True)
+        rows = zip(*(column.tolist() for column in columns), self.tops, strict=True)
         entries = [
-            TokenLogprob(token_id, value, tuple(map(Candidate, top_ids[:n], top_values[:n])), rank)
-            for token_id, value, top_ids, top_values, n, rank in rows
+            TokenLogprob(token_id, value, tuple(map(Candidate, top_ids[:n], top_values[:n])))
+            for token_id, value, top_ids, top_values, n in rows
         ]
         return entries if self.listed is None else self.listed.put_into(entries)
+
+    def packed(self) -> PackedLogprobs:
+        """The same of rows that all request as many top tokens and know their ranks, without an
+        object for each."""
+        assert self.ranks is not None and self.listed is None
+        ids = torch.cat((self.token_ids[:, None], self.top_ids), dim=1)
+        values = torch.cat((self.values[:, None], self.top_values), dim=1)
+        return PackedLogprobs(
+            self.top_ids.shape[1],
+            ids.int().numpy().tobytes(),
+            values.numpy().tobytes(),
+            self.ranks.int().numpy().tobytes(),
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from loraplex.api.output import TokenLogprob
+from loraplex.api.output import PackedLogprobs, TokenLogprob
 from loraplex_services.worker.types.request import Request
 
 
@@ -146,8 +146,8 @@ class SampledRow(msgspec.Struct, gc=False):
     token_id: int | None = None
     """None if the row needed no logits, or the request's grammar and masks leave no token."""
     logprobs: TokenLogprob | None = None
-    prompt_logprobs: tuple[TokenLogprob, ...] = ()
-    """One entry for each prompt position computed in this step, if the request asked for them."""
+    prompt_logprobs: PackedLogprobs = PackedLogprobs()
+    """Those of the prompt positions computed in this step, if the request asked for them."""
     pooled: tuple[float, ...] = ()
     """For a request that pools: its vector, or the sum over this step's tokens for a mean."""
     further: tuple[Sampled, ...] = ()

@@ -35,6 +35,7 @@ from loraplex_services.worker.types.messages import (
     frame,
 )
 from tests.gateway.conftest import Stack
+from tests.packing import packed_logprobs
 
 pytestmark = pytest.mark.hostile
 LOAD = WorkerLoad(steps=1)
@@ -244,7 +245,7 @@ async def test_the_event_loop_goes_on_while_prompt_logprobs_become_messages(
 
 def test_no_event_loop_makes_an_object_of_each_logprob_of_a_prompt() -> None:
     top = tuple(Candidate(i, -1.0) for i in range(20))
-    packed = PackedLogprobs().followed_by([TokenLogprob(7, -0.5, top)] * 2000)
+    packed = packed_logprobs([TokenLogprob(7, -0.5, top)] * 2000)
     body = frame(StepOutput(1, [TokenOutput("r", [3], 0, prompt_logprobs=packed)], [], [], LOAD))
     before = sys.getallocatedblocks()
     output = decode_message.decode(FrameBuffer().feed(body)[0])

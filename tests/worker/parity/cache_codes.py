@@ -48,7 +48,7 @@ def scored(adapter: str | None, kept: str) -> list[TokenLogprob]:
         for i, ids in enumerate(texts_of(adapter))
     ]
     driver.run(jobs, chunk=64)
-    return [entry for job in jobs for row in job.samples for entry in row.prompt_logprobs]
+    return [entry for job in jobs for row in job.samples for entry in row.prompt_logprobs.scored()]
 
 
 def section() -> Iterator[str]:

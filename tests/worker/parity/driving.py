@@ -182,4 +182,4 @@ def prompt_logprobs(driver: Driver) -> list[float]:
         Job(greedy(str(i), p, 4, prompt_logprobs=0), ((0, 1.0),)) for i, p in enumerate(prompts)
     ]
     driver.run(jobs)
-    return [e.logprob for job in jobs for row in job.samples for e in row.prompt_logprobs]
+    return [e.logprob for job in jobs for row in job.samples for e in row.prompt_logprobs.scored()]

@@ -60,7 +60,10 @@ def our_scores(base, folders) -> torch.Tensor:
         jobs.append(Job(greedy(str(i), prompt, 1, prompt_logprobs=0), slots))
     driver.run(jobs, chunk=150)
     return torch.tensor(
-        [[s.logprob for sample in job.samples for s in sample.prompt_logprobs] for job in jobs]
+        [
+            [s.logprob for sample in job.samples for s in sample.prompt_logprobs.scored()]
+            for job in jobs
+        ]
     )
 
 

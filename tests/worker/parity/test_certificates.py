@@ -41,7 +41,9 @@ class Side:
             for i, prompt in enumerate(probes)
         ]
         self._driver.run(jobs, chunk=19)
-        return [entry for job in jobs for row in job.samples for entry in row.prompt_logprobs]
+        return [
+            entry for job in jobs for row in job.samples for entry in row.prompt_logprobs.scored()
+        ]
 
 
 def probes_of(seed):

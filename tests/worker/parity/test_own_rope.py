@@ -74,7 +74,7 @@ def test_every_rope_changes_what_is_said(stage):
         for slot in (stage.slots[name], stage.slots[name] + 1):  # with and without its rope
             jobs.append(Job(greedy(str(slot), prompt, 1, prompt_logprobs=0), ((slot, 1.0),)))
     stage.driver.run(jobs)
-    scores = [[e.logprob for s in job.samples for e in s.prompt_logprobs] for job in jobs]
+    scores = [[e.logprob for s in job.samples for e in s.prompt_logprobs.scored()] for job in jobs]
     for name, own, twin in zip(stage.scalings, scores[::2], scores[1::2], strict=True):
         assert max(abs(a - b) for a, b in zip(own, twin, strict=True)) > 1e-3, name
 

@@ -31,7 +31,7 @@ def scores_of(base, folders, cpu_isa):
         jobs.append(Job(request, slots, arrival_step=rng.randrange(4)))
     driver.run(jobs, chunk=13)
     return [
-        [score.logprob for sample in job.samples for score in sample.prompt_logprobs]
+        [score.logprob for sample in job.samples for score in sample.prompt_logprobs.scored()]
         for job in jobs
     ]
 

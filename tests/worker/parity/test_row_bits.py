@@ -47,7 +47,7 @@ def said(job):
     return (
         job.request.output_ids,
         [sample.logprobs for sample in job.samples if sample.logprobs],
-        [entry for sample in job.samples for entry in sample.prompt_logprobs],
+        [entry for sample in job.samples for entry in sample.prompt_logprobs.scored()],
     )
 
 

@@ -108,7 +108,7 @@ def test_prompt_scores_equal_the_reference_however_it_is_chunked(driver, referen
     prompt = [random.Random(2).randrange(300) for _ in range(30)]
     job = Job(greedy("scored", prompt, 3, prompt_logprobs=2), ((1, 1.0),))
     driver.run([job], chunk=chunk)
-    scores = [score for sample in job.samples for score in sample.prompt_logprobs]
+    scores = [score for sample in job.samples for score in sample.prompt_logprobs.scored()]
     expected = reference.logits("rank-8-all-linear", prompt).log_softmax(-1)
     assert [score.token_id for score in scores] == prompt[1:]
     for row, score in enumerate(scores):

@@ -59,7 +59,9 @@ def scored(folder, chunk=19, **settings):
         prompt = [rng.randrange(300) for _ in range(length)]
         jobs.append(Job(greedy(f"{i}", prompt, 8, prompt_logprobs=0), (), arrival_step=2 * i))
     outputs = driver.run(jobs, chunk=chunk)
-    entries = [entry for job in jobs for row in job.samples for entry in row.prompt_logprobs]
+    entries = [
+        entry for job in jobs for row in job.samples for entry in row.prompt_logprobs.scored()
+    ]
     return torch.tensor([entry.logprob for entry in entries]), outputs
 
 

@@ -283,7 +283,7 @@ def test_logprobs_come_only_where_they_were_asked_for():
 def test_known_tokens_are_scored_in_order():
     logits = random_logits(3)
     (scored,) = score_tokens(torch.arange(3), [9, 8, 7], 1, lambda rows: logits[rows].clone())
-    scores = scored.read()
+    scores = scored.packed().scored()
     expected = logits.log_softmax(-1)
     for row, (score, token_id) in enumerate(zip(scores, [9, 8, 7], strict=True)):
         assert score.token_id == token_id
@@ -297,7 +297,9 @@ def test_a_known_token_has_its_rank_among_all_tokens():
     for known in ([0, 1, 2], [9, 8, 7], logits.argmax(-1).tolist()):
         (scored,) = score_tokens(torch.arange(3), known, 1, lambda rows: logits[rows].clone())
         own = logits.gather(1, torch.tensor(known)[:, None])
-        assert [entry.rank for entry in scored.read()] == (logits >= own).sum(-1).tolist()
+        assert [entry.rank for entry in scored.packed().scored()] == (logits >= own).sum(
+            -1
+        ).tolist()
 
 
 def test_equally_likely_tokens_are_listed_by_id():

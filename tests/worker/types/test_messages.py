@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loraplex.api.output import Candidate, FinishReason, PackedLogprobs, TokenLogprob
+from loraplex.api.output import Candidate, FinishReason, TokenLogprob
 from loraplex.api.pooling import Pooling
 from loraplex.api.request import AdapterSet, WorkerRequest
 from loraplex.api.residency import AdapterResidency, Tier, WorkerLoad
@@ -35,6 +35,7 @@ from loraplex_services.worker.types.messages import (
     decode_message,
     frame,
 )
+from tests.packing import packed_logprobs
 
 DIGEST = "sha256:" + "a" * 64
 SUBMIT = Submit(
@@ -80,7 +81,7 @@ OUTPUT = StepOutput(
             finish_reason=FinishReason.STOP,
             stop_token_id=3,
             logprobs=[TokenLogprob(3, -0.25, (Candidate(3, -0.25), Candidate(9, -2.0)))],
-            prompt_logprobs=PackedLogprobs().followed_by([TokenLogprob(1, -3.0)]),
+            prompt_logprobs=packed_logprobs([TokenLogprob(1, -3.0)]),
         )
     ],
     failures=[Failure("1/q", WireError.of(DataLoss("damaged")))],

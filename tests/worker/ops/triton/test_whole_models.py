@@ -178,7 +178,7 @@ class Forced:
         for row, sampled in zip(
             rows, self._runner.launch(StepPlan(0, tuple(rows))).result(), strict=True
         ):
-            entries = [*sampled.prompt_logprobs, sampled.logprobs]
+            entries = [*sampled.prompt_logprobs.scored(), sampled.logprobs]
             table = torch.tensor([[value for _, value in sorted(entry.top)] for entry in entries])
             assert table.shape == (row.num_tokens, self._vocab_size)
             found[row.request.request_id] = table
