@@ -137,6 +137,7 @@ COUNTS = {
     "MAX_QUEUED": "requests that wait at one gateway; further ones are refused with status 429",
     "MAX_TOKEN_IDS_PER_FIELD": "distinct ids in each of `stop_token_ids`, `allowed_token_ids`, "
     "`bad_token_ids` and `logit_bias`, and tokens of all `bad_words` together",
+    "MAX_CANDIDATES": "candidates of one token of a prompt (`prompt_logprobs`)",
     "MAX_PROMPT_LOGPROBS": "logprobs of prompt tokens for one request: tokens, times candidates "
     "and one, times `n`",
     "MAX_ROUTED_EXPERT_BYTES": "experts of prompt tokens for one request: tokens, times bytes of "

@@ -325,6 +325,8 @@ natural text have about four; the longest in today's vocabularies are runs of 12
 MAX_TOKEN_IDS_PER_FIELD = 4096
 """Most distinct ids in each of stop_token_ids, allowed_token_ids, bad_token_ids and logit_bias, and
 most tokens of all bad_words together."""
+MAX_CANDIDATES = 256
+"""Most candidates of one token. The gateway allows fewer for tokens that are generated."""
 MAX_PROMPT_LOGPROBS = 256 * KIB
 """Logprobs of prompt tokens in the answer to one request, candidates and choices included.
 They cross a worker's and a gateway's event loop packed, 8 bytes each; as JSON each takes 100."""

@@ -32,7 +32,7 @@ def generate(url: str) -> dict[str, Any]:
     drawn = client.generate([PROMPT, PROMPT[:7]], n=2, max_tokens=8, temperature=1.0, logprobs=1)
     client.reset_prefix_cache()
     answer = drawn["completion_ids"][0]
-    scored = client.get_sequence_logprobs([PROMPT + answer], [len(PROMPT)], top_logprobs=5)
+    scored = client.get_sequence_logprobs([PROMPT + answer], [len(PROMPT)], top_logprobs=100)
     try:
         client.init_communicator(device="cpu")
     except RuntimeError as error:

@@ -14,6 +14,7 @@ from loraplex.errors import InvalidRequest
 from loraplex_services.common.limits import (
     MAX_BAD_WORD_CHARS,
     MAX_BAD_WORDS,
+    MAX_CANDIDATES,
     MAX_GRAMMAR_CHARS,
     MAX_PROMPT_LOGPROBS,
     MAX_TOKEN_IDS_PER_FIELD,
@@ -166,9 +167,9 @@ def _sampling(
         stop_token_ids=_ids("stop_token_ids", asked.stop_token_ids, base),
         ignore_eos=asked.ignore_eos,
         logit_bias=_logit_bias(asked.logit_bias, base),
-        logprobs=_logprobs("logprobs", asked.logprobs),
+        logprobs=_logprobs("logprobs", asked.logprobs, MAX_LOGPROBS),
         logprob_token_ids=_logprob_token_ids(asked, base),
-        prompt_logprobs=_logprobs("prompt_logprobs", prompt_logprobs),
+        prompt_logprobs=_logprobs("prompt_logprobs", prompt_logprobs, MAX_CANDIDATES),
         allowed_token_ids=_ids("allowed_token_ids", asked.allowed_token_ids, base),
         bad_token_ids=(
             *_ids("bad_token_ids", asked.bad_token_ids, base),
@@ -246,8 +247,8 @@ def _top_k(value: int | None, defaults: Mapping[str, float]) -> int:
     return _integer("top_k", value, int(defaults.get("top_k", 0)), 0, _INT32_MAX)
 
 
-def _logprobs(field: str, value: int | None) -> int | None:
-    return None if value is None else _integer(field, value, 0, 0, MAX_LOGPROBS)
+def _logprobs(field: str, value: int | None, most: int) -> int | None:
+    return None if value is None else _integer(field, value, 0, 0, most)
 
 
 def _logprob_token_ids(asked: Sampling, base: ServedModel) -> tuple[int, ...]:

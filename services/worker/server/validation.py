@@ -15,11 +15,10 @@ from loraplex.api.sampling import RANGES, GrammarTokens, SamplingParams
 from loraplex.errors import InvalidRequest
 from loraplex.refs import check_digest
 from loraplex.units import counted
-from loraplex_services.common.limits import MAX_BAD_WORD_CHARS, MAX_BAD_WORDS
+from loraplex_services.common.limits import MAX_BAD_WORD_CHARS, MAX_BAD_WORDS, MAX_CANDIDATES
 
 NO_ROUTING = "this base has no experts that it could name; leave the field out"
 
-MAX_LOGPROBS = 128
 MAX_ID_CHARS = 256
 MAX_BAD_SEQUENCES = 2 * MAX_BAD_WORDS
 """Each word with and without a space before it."""
@@ -135,11 +134,11 @@ def _check_sampling(sampling: SamplingParams, limits: IntakeLimits) -> None:
             f"must not exceed max_tokens ({sampling.max_tokens})",
         )
     for name in ("logprobs", "prompt_logprobs"):
-        if (getattr(sampling, name) or 0) > MAX_LOGPROBS:
-            _refuse(f"sampling.{name}", getattr(sampling, name), f"at most {MAX_LOGPROBS}")
-    if len(sampling.logprob_token_ids) > MAX_LOGPROBS:
+        if (getattr(sampling, name) or 0) > MAX_CANDIDATES:
+            _refuse(f"sampling.{name}", getattr(sampling, name), f"at most {MAX_CANDIDATES}")
+    if len(sampling.logprob_token_ids) > MAX_CANDIDATES:
         num_ids = len(sampling.logprob_token_ids)
-        _refuse("sampling.logprob_token_ids", f"{num_ids} ids", f"at most {MAX_LOGPROBS}")
+        _refuse("sampling.logprob_token_ids", f"{num_ids} ids", f"at most {MAX_CANDIDATES}")
     for name in ("stop_token_ids", "allowed_token_ids", "bad_token_ids", "logprob_token_ids"):
         _check_ids(f"sampling.{name}", getattr(sampling, name), limits)
     _check_sequences(sampling.bad_sequences, limits)

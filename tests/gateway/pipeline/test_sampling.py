@@ -145,6 +145,14 @@ def test_a_grammar_without_a_form_or_too_long_is_refused(grammar: Grammar) -> No
     assert caught.value.violations[0].field == "grammar"
 
 
+def test_a_token_of_the_prompt_may_have_more_candidates_than_one_that_is_generated() -> None:
+    assert _resolve(10, prompt_logprobs=256).sampling.prompt_logprobs == 256
+    for fields in ({"prompt_logprobs": 257}, {"logprobs": 21}):
+        with pytest.raises(InvalidRequest) as caught:
+            _resolve(10, **fields)
+        assert caught.value.violations[0].field in fields
+
+
 @pytest.mark.hostile
 @pytest.mark.parametrize("field", ["prompt_logprobs", "logprobs"])
 def test_logprobs_of_a_long_prompt_in_many_choices_are_refused(field: str) -> None:
