@@ -38,18 +38,22 @@ DEFAULTS: Mapping[str, tuple[object, ...]] = {
     "documents": ([],),
     "embed_dtype": ("float32",),
     "endianness": ("native", "little"),
+    "extra_args": ({},),
     "early_stopping": (False,),
     "function_call": ("none", "auto"),
     "functions": ([],),
     "length_penalty": (1, 1.0),
     "modalities": (["text"],),
+    "output_mode": ("tokens",),
     "padding": (False,),
     "parallel_tool_calls": (True, False),
+    "skip_reading_prefix_cache": (False,),
     "spaces_between_special_tokens": (True,),
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
     "use_beam_search": (False,),
+    "watermarking": (False,),
 }
 """Values of unsupported fields that have no effect, and are therefore accepted."""
 

@@ -18,8 +18,6 @@ from loraplex_services.gateway.http.formatting import (
     WeightsField,
 )
 from loraplex_services.gateway.http.logprobs import (
-    ChatLogprobs,
-    LogprobEntry,
     PromptLogprobs,
     Token,
     finite,
@@ -29,6 +27,9 @@ from loraplex_services.gateway.http.routing import RoutedField, read_routing, ro
 from loraplex_services.gateway.request import TextDelta
 
 _PREFIX = "sampling_params."
+_OF_VLLM_S_ENGINE = ("output_kind", "detokenize", "flat_logprobs", "skip_clone")
+"""Sampling parameters that only say how vLLM's engine hands tokens to its own server. The answer is
+the same for every value: token ids without text."""
 
 
 def parse_generate(fields: dict[str, Any], origin: Origin) -> OpenAICall:
@@ -42,7 +43,8 @@ def parse_generate(fields: dict[str, Any], origin: Origin) -> OpenAICall:
         raise bad_type("sampling_params", params, "an object")
     origin = replace(origin, request_id=body.text("request_id") or origin.request_id)
     options = Body(params, _PREFIX)
-    options.raw("output_kind")  # How vLLM's engine hands tokens to its own server.
+    for name in _OF_VLLM_S_ENGINE:
+        options.raw(name)
     asked = read_sampling(
         options, max_tokens=options.integer("max_tokens"), logprobs=options.count("logprobs")
     )
@@ -56,9 +58,23 @@ def parse_generate(fields: dict[str, Any], origin: Origin) -> OpenAICall:
     return replace(call, field_names={**call.field_names, **names, "prompt": "token_ids"})
 
 
+class IdLogprob(Token):
+    """A token with its id in the two forms that versions of vLLM have used."""
+
+    token_id: int
+
+
+class IdLogprobEntry(IdLogprob):
+    top_logprobs: list[IdLogprob]
+
+
+class IdLogprobs(TypedDict):
+    content: list[IdLogprobEntry]
+
+
 class TokenChoice(WeightsField, RoutedField):
     index: int
-    logprobs: ChatLogprobs | None
+    logprobs: IdLogprobs | None
     finish_reason: str | None
     stop_reason: int | str | None
     token_ids: list[int]
@@ -117,10 +133,11 @@ class GenerateFormatter(Formatter):
         }
 
 
-def _entry(entry: TokenLogprob) -> LogprobEntry:
+def _entry(entry: TokenLogprob) -> IdLogprobEntry:
     top = [_token(token_id, logprob) for token_id, logprob in entry.top]
     return {**_token(entry.token_id, entry.logprob), "top_logprobs": top}
 
 
-def _token(token_id: int, logprob: float) -> Token:
-    return {"token": f"token_id:{token_id}", "logprob": finite(logprob), "bytes": None}
+def _token(token_id: int, logprob: float) -> IdLogprob:
+    name = f"token_id:{token_id}"
+    return {"token": name, "token_id": token_id, "logprob": finite(logprob), "bytes": None}

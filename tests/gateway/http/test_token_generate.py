@@ -38,6 +38,7 @@ async def test_generate_answers_with_token_ids_and_logprobs(stack: Stack) -> Non
     assert [entry["logprob"] for entry in shown] == [-0.5] * 3
     assert shown[0] == {
         "token": "token_id:121",
+        "token_id": 121,
         "logprob": -0.5,
         "bytes": None,
         "top_logprobs": [],
@@ -46,6 +47,25 @@ async def test_generate_answers_with_token_ids_and_logprobs(stack: Stack) -> Non
     assert first is None
     assert second == {"98": {"logprob": -0.5, "rank": 1, "decoded_token": "b"}}
     assert stack.workers[0].requests[0].prompt_ids == IDS
+
+
+async def test_generate_takes_the_values_that_clients_of_vllm_always_send(stack: Stack) -> None:
+    await stack.start()
+    params = {
+        "max_tokens": 3,
+        "detokenize": False,
+        "flat_logprobs": False,
+        "skip_clone": True,
+        "skip_reading_prefix_cache": False,
+        "extra_args": {},
+        "watermarking": False,
+        "thinking_token_budget": None,
+        "spaces_between_special_tokens": True,
+        "bad_words": [],
+    }
+    answer = await _generate(stack, sampling_params=params, output_mode="tokens")
+    assert answer.status_code == 200, answer.text
+    assert (await _generate(stack, output_mode="text")).json()["error"]["param"] == "output_mode"
 
 
 async def test_generate_streams_the_same_ids(stack: Stack) -> None:
@@ -123,7 +143,7 @@ async def test_prompt_logprobs_belong_to_a_choice_and_in_chat_to_the_response(
     assert answer.json()["prompt_logprobs"] is None
 
 
-@pytest.mark.parametrize("value", [-1, 21, "many", 1.5])
+@pytest.mark.parametrize("value", [-1, 257, "many", 1.5])
 async def test_prompt_logprobs_out_of_range_are_refused(stack: Stack, value: object) -> None:
     await stack.start()
     body = {"model": "base", "prompt": IDS, "prompt_logprobs": value}
