@@ -41,6 +41,7 @@ def test_adapters_published_otherwise_cannot_be_unloaded(stack: Stack) -> None:
     assert "registry delete" in said
     status, said = _post(stack, "/v1/unload_lora_adapter", '{"lora_name": "uper"}')
     assert status == 404 and "did you mean default/upper?" in said
+    assert json.loads(said)["error"]["param"] == "lora_name"
 
 
 @pytest.mark.parametrize("path", ["../base", "/etc", "nothing", "upper/../../base"])

@@ -16,7 +16,13 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from loraplex.client.registry_client import RegistryClient
-from loraplex.errors import AdapterNotFound, InvalidRequest, PermissionDenied, Unavailable
+from loraplex.errors import (
+    AdapterNotFound,
+    InvalidRequest,
+    PermissionDenied,
+    Unavailable,
+    Violation,
+)
 from loraplex.refs import check_name
 from loraplex_services.common.callers import Caller
 from loraplex_services.gateway.http.answering import json_response
@@ -117,8 +123,12 @@ class AliasEndpoints:
                 )
             ]
             if not found:
-                await registry.get(name)  # raises an error that says which adapters exist
-                raise AdapterNotFound(name)  # It has been published since.
+                try:
+                    await registry.get(name)  # raises an error that says which adapters exist
+                    raise AdapterNotFound(name)  # It has been published since.
+                except AdapterNotFound as error:
+                    error.violations = (Violation.of("lora_name", name, error.message),)
+                    raise
             if any(version.labels.get(LABEL) != SOURCE for version in found):
                 raise PermissionDenied(
                     f"{name!r} has versions that were not loaded here; use `registry delete`"
