@@ -94,7 +94,7 @@ def parse_name(
     tenant, name = (head, tail) if slash else (default_tenant, head)
     if _TENANT.fullmatch(tenant) and _NAME.fullmatch(name):
         return tenant, name.lower()
-    _check_bare(text, field)
+    check_bare(text, field)
     fixed = _corrected(name, MAX_NAME_CHARS, "/")
     if slash:
         fixed = f"{_corrected(tenant.lower(), MAX_NAME_CHARS, '/')}/{fixed}"
@@ -111,7 +111,7 @@ def check_name(name: str, *, field: str = "name") -> str:
     if _NAME.fullmatch(name):
         return name
     if "/" not in name:
-        _check_bare(name, field)
+        check_bare(name, field)
     raise InvalidRequest.field(
         field,
         name,
@@ -120,7 +120,7 @@ def check_name(name: str, *, field: str = "name") -> str:
     )
 
 
-def _check_bare(text: str, field: str) -> None:
+def check_bare(text: str, field: str) -> None:
     """Raises InvalidRequest if a name is followed by the rest of a reference."""
     bare = re.split("[:@]", text, maxsplit=1)[0]
     tenant, slash, name = bare.rpartition("/")

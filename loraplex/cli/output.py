@@ -63,6 +63,8 @@ def show_table(
     """Print an object of each value for scripts, or a table with a row of each for people."""
     if not as_json:
         print_table(header, [row(value) for value in values])
+        if not values:
+            print("nothing found", file=sys.stderr)
         return
     for value in values:
         print_json(object_of(value))

@@ -87,8 +87,18 @@ def test_the_list_of_a_name_that_nobody_has_is_an_error_and_an_empty_selection_i
     code, error = published.error("list", "day-d")
     assert (code, error["code"]) == (7, "NOT_FOUND")
     assert "there is no adapter default/day-d" in error["message"]
-    for nothing in (("--prefix", "day-d"), ("day-a", "--label", "kind=z")):
+    for nothing in (("--prefix", "day-d"), ("day-a", "--label", "kind=z"), ("--tenant", "all")):
         assert published.lines("list", *nothing) == []
+        code, _, errors = _run(REGISTRY, "list", *nothing, **published.variables)
+        assert (code, errors) == (0, "nothing found\n")
+
+
+def test_usage_is_that_of_a_name_and_not_of_a_version(published: Any) -> None:
+    code, _, errors = _run(LORAPLEX, "usage", "--adapter", "day-a:v1", **published.variables)
+    assert code == 2
+    assert "takes a name without a tag, version or digest; try 'day-a'" in errors
+    code, _, errors = _run(LORAPLEX, "usage", "--adapter", "day-a", **published.variables)
+    assert (code, errors) == (0, "nothing found\n")
 
 
 def test_an_error_says_what_is_missing_and_what_exists(published: Any) -> None:

@@ -10,8 +10,9 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from loraplex.api.registry import UsageEntry
-from loraplex.errors import InvalidRequest
+from loraplex.errors import InvalidRequest, LoraplexError
 from loraplex_services.common.callers import Caller
+from loraplex_services.gateway.request import with_names
 
 _PARAMETERS = ("since", "adapter")
 Read = Callable[[str, str, str], Awaitable[list[UsageEntry]]]
@@ -35,6 +36,9 @@ class UsageEndpoint:
             if name not in _PARAMETERS:
                 raise InvalidRequest.field(name, "", "unknown; there are since and adapter")
         adapter = request.query_params.get("adapter", "")
-        found = await self.read(tenant, adapter, request.query_params.get("since", ""))
+        try:
+            found = await self.read(tenant, adapter, request.query_params.get("since", ""))
+        except LoraplexError as error:
+            raise with_names(error, {"model": "adapter"}) from None
         data = [dataclasses.asdict(entry) for entry in found]
         return JSONResponse({"object": "list", "data": data})

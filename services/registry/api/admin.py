@@ -10,7 +10,7 @@ from loraplex.api.fields import same_fields
 from loraplex.api.registry_wire import certificate_to_proto, tenant_to_proto
 from loraplex.api.tenants import TenantLimits
 from loraplex.errors import InvalidRequest, PermissionDenied
-from loraplex.refs import check_tag, check_tenant, parse_name, parse_ref
+from loraplex.refs import check_bare, check_tag, check_tenant, parse_name, parse_ref
 from loraplex.v1 import registry_pb2 as pb
 from loraplex.v1 import registry_pb2_grpc
 from loraplex_services.common.callers import current_caller
@@ -304,7 +304,12 @@ class AdminService(registry_pb2_grpc.RegistryServiceServicer):
         wanted = "" if request.all_tenants else tenant
         since = since_from_proto(request.since, today)
         days = await self._registry.usage.read(since, today, wanted)
-        return pb.ListUsageResponse(entries=entries_to_proto(days, wanted, request.model))
+        entries = entries_to_proto(days, wanted, request.model)
+        if not entries:  # the id of a base may look like a reference
+            bases = await self._registry.bases.summaries()
+            if request.model not in [base.base_id for base in bases]:
+                check_bare(request.model, "model")
+        return pb.ListUsageResponse(entries=entries)
 
     async def _tenant(self, tenant: str) -> pb.Tenant:
         record = await self._registry.tenants.get(tenant)
