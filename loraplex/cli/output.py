@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+_NUMBERS = re.compile(r"[0-9]+")
 _GRPC_NAMES = {
     1: "CANCELLED",
     3: "INVALID_ARGUMENT",
@@ -121,20 +123,21 @@ def printable(text: str) -> str:
 
 def print_warnings(warnings: Sequence[Violation]) -> None:
     """Print the warnings and notes of a validation to stderr."""
-    for warning in warnings:
+    for warning, line in _lines(warnings):
         kind = "" if warning.field == NOTE else "warning: "
-        print(f"{kind}{_line(warning)}", file=sys.stderr)
+        print(f"{kind}{line}", file=sys.stderr)
 
 
 def print_error(error: LoraplexError, *, as_json: bool) -> None:
     """Print an error to stderr."""
     if not as_json:
-        if len(error.violations) == 1:
-            print(f"error: {_line(error.violations[0])}", file=sys.stderr)
+        lines = [line for _, line in _lines(error.violations)]
+        if len(lines) == 1:
+            print(f"error: {lines[0]}", file=sys.stderr)
             return
         print(f"error: {error.message}", file=sys.stderr)
-        for violation in error.violations:
-            print(f"  {_line(violation)}", file=sys.stderr)
+        for line in lines:
+            print(f"  {line}", file=sys.stderr)
         return
     body = {
         "code": _GRPC_NAMES[codes_of(error).grpc],
@@ -143,6 +146,16 @@ def print_error(error: LoraplexError, *, as_json: bool) -> None:
         "violations": [dataclasses.asdict(violation) for violation in error.violations],
     }
     print(json.dumps({"error": body}, ensure_ascii=False), file=sys.stderr)
+
+
+def _lines(violations: Sequence[Violation]) -> list[tuple[Violation, str]]:
+    """The first violation of each kind with its line, which says whether there are others. Those of
+    one kind differ only in field, value and numbers, as those of many tensors do."""
+    kinds: dict[str, list[Violation]] = {}
+    for violation in violations:
+        kinds.setdefault(_NUMBERS.sub("", violation.description), []).append(violation)
+    more = " (and others of this kind: see --json)"
+    return [(first, _line(first) + more * bool(others)) for first, *others in kinds.values()]
 
 
 def _line(violation: Violation) -> str:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from loraplex.api.output import ServedBy
 from loraplex.cli.output import print_error, print_fields, print_table, version_of
-from loraplex.errors import InvalidRequest
+from loraplex.errors import InvalidAdapter, InvalidRequest, Violation
 
 pytestmark = pytest.mark.hostile
 FORGED = "a\x1b[2J\nvisibility  public\u202e\x07"
@@ -40,6 +42,23 @@ def test_a_value_that_repeats_its_field_is_left_out(
 ) -> None:
     print_error(InvalidRequest.field("weights:q.lora_B", value, "has no lora_A"), as_json=False)
     assert capsys.readouterr().err == shown
+
+
+def test_of_violations_that_differ_only_in_numbers_one_is_shown(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    shapes = [Violation.of(f"layers.{n}", [n], f"must be [{n + 1}]") for n in range(3)]
+    config = Violation.of("config:r", 0, "must be an integer of at least 1")
+    print_error(InvalidAdapter.of([*shapes, config]), as_json=False)
+    assert capsys.readouterr().err.splitlines() == [
+        "error: layers.0: must be [1] (and 3 more)",
+        "  layers.0 = [0]: must be [1] (and others of this kind: see --json)",
+        "  config:r = 0: must be an integer of at least 1",
+    ]
+    print_error(InvalidAdapter.of(shapes), as_json=False)
+    assert capsys.readouterr().err.count("\n") == 1
+    print_error(InvalidAdapter.of(shapes), as_json=True)
+    assert len(json.loads(capsys.readouterr().err)["error"]["violations"]) == 3
 
 
 def test_an_answer_names_the_version_and_the_digest_that_ran_it() -> None:
