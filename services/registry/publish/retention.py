@@ -1,9 +1,10 @@
 """Deletes old versions of adapters with `keep_versions`, and ephemeral versions whose time is over
 or whose tenant has too many bytes of them.
 
-No caller waits for it. Versions that remain after a crash are deleted after the next publication of
-the same name, or at the next regular check. The bytes are collected later, so that a running
-request with a deleted version can still move to another worker."""
+No caller waits for it. Versions that remain after a failure are deleted after the next publication,
+and after a crash, after the next one of the same name or at the next regular check. The bytes are
+collected later, so that a running request with a deleted version can still move to another worker.
+"""
 
 from __future__ import annotations
 
@@ -72,13 +73,15 @@ class Retention:
             await self._wake.wait()
             await asyncio.sleep(RETIRE_PAUSE_S)
             self._wake.clear()
-            while self._updated:
-                (tenant, name), kept = self._updated.popitem()
-                await logged(self.retire(tenant, name, kept), _NOT_RETIRED)
+            updated, self._updated = self._updated, {}
+            for (tenant, name), kept in updated.items():
+                if not await logged(self.retire(tenant, name, kept), _NOT_RETIRED):
+                    self._updated.setdefault((tenant, name), kept)
             for tenant, added in list(self._added_bytes.items()):
                 if added >= _SPARE_SHARE * (self._max_ephemeral_bytes or 0):
                     self._added_bytes[tenant] = 0
-                    await logged(self.trim(tenant), _NOT_RETIRED)
+                    if not await logged(self.trim(tenant), _NOT_RETIRED):
+                        self._added_bytes[tenant] = math.inf
 
     async def retire(self, tenant: str, name: str, kept: int) -> None:
         """Delete all but the newest `kept` of the versions that were published as updates. Versions
@@ -121,13 +124,15 @@ class Retention:
             self.num_retired += await self._deletion.end(some, REGISTRY)
 
 
-async def logged(work: Awaitable[object], problem: str) -> None:
-    """Await work that is repeated later. A failure is logged as `problem`."""
+async def logged(work: Awaitable[object], problem: str) -> bool:
+    """Await work that is repeated later. A failure is logged as `problem`, and returns False."""
     try:
         await work
+        return True
     except CatalogDown:
         pass  # The task that keeps the index logs this.
     except LoraplexError as error:
         logger.warning(problem, extra={"problem": error.message})
     except Exception:
         logger.exception(problem)
+    return False

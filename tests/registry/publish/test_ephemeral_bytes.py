@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 
 import pytest
 
@@ -13,6 +15,7 @@ from loraplex_services.registry.publish import retention
 from loraplex_services.registry.publish.retention import Retention
 from loraplex_services.registry.records import VersionRecord
 from tests.registry.house import publish
+from tests.s3_servers import only_files
 
 
 async def _ephemeral(registry: Registry, *numbers: int) -> list[VersionRecord]:
@@ -80,6 +83,29 @@ async def test_a_publication_makes_room(
         await asyncio.sleep(0.01)
     bounded.published((await _ephemeral(registry, 4))[0])
     while await _live(registry) != ["doc-3", "doc-4"]:
+        await asyncio.sleep(0.01)
+    task.cancel()
+
+
+@only_files
+async def test_room_that_could_not_be_made_is_made_after_the_next_publication(
+    registry: Registry, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(retention, "RETIRE_PAUSE_S", 0.01)
+    [version, *_] = versions = await _ephemeral(registry, *range(12))
+    bounded = _bounded(registry, 11 * version.size_bytes)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        bounded.published(versions[-1])
+        task = asyncio.create_task(bounded.run())
+        while "versions not retired" not in caplog.text:
+            await asyncio.sleep(0.01)
+    assert len(await _live(registry)) == 12
+    bounded.published(versions[-1])  # alone, it adds less than a tenth of the limit
+    while len(await _live(registry)) != 9:
         await asyncio.sleep(0.01)
     task.cancel()
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import errno
+import os
 
 import pytest
 import redis.asyncio
@@ -23,6 +25,7 @@ from loraplex_services.registry.index import found as found_module
 from loraplex_services.registry.publish import claims, retention
 from loraplex_services.registry.records import PRIVATE, PUBLIC, VersionRecord
 from tests.registry.house import publish
+from tests.s3_servers import only_files
 
 ROOT = Access("default", "", frozenset({"root", "admin"}))
 
@@ -77,6 +80,32 @@ async def test_the_task_retires_what_was_published(
     while await _live(registry, "policy") != [3]:
         await asyncio.sleep(0.01)
     task.cancel()
+
+
+@only_files
+async def test_what_could_not_be_retired_is_retired_after_the_next_publication(
+    registry: Registry, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(retention, "RETIRE_PAUSE_S", 0.01)
+    for seed in (1, 2):
+        done = await publish(registry, "policy", seed, keep_versions=1)
+        registry.retention.published(done.version)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", _full)
+        task = asyncio.create_task(registry.retention.run())
+        while "versions not retired" not in caplog.text:
+            await asyncio.sleep(0.01)
+    assert await _live(registry, "policy") == [1, 2]
+    other = await publish(registry, "other", 3, keep_versions=1)
+    registry.retention.published(other.version)
+    while await _live(registry, "policy") != [2]:
+        await asyncio.sleep(0.01)
+    task.cancel()
+
+
+def _full(descriptor: int) -> None:
+    """`os.fsync` on a full disk."""
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 async def test_an_update_reads_no_more_records_after_many_others(
