@@ -27,9 +27,10 @@ error names the field.
 
 ## Messages and calls
 
-The open calls per tenant are those that all keys of one tenant may have open at one process. Calls
-of services, and calls without authentication, are not counted. A call beyond the limit is refused
-with `RESOURCE_EXHAUSTED` and the reason `TOO_MANY_CALLS`.
+The open calls per tenant are those that all keys of one tenant may have open at one process. A call
+is open until its client has read the answer. Methods without a row of their own are counted
+together. Calls of services, and calls without authentication, are not counted. A call beyond the
+limit is refused with `RESOURCE_EXHAUSTED` and the reason `TOO_MANY_CALLS`.
 
 Each tenant may make 200 calls per second to a registry, and 200 reads per second to a gateway. The
 last column gives the number of calls that a call of this method counts as. A call above the rate is
@@ -55,7 +56,8 @@ COUNTS = {
     "MAX_STREAMS_PER_CONNECTION": "open calls on one HTTP/2 connection (gRPC)",
     "MAX_UNREAD_BYTES": "unread data of one gRPC connection",
     "MAX_WAITING_CALLS": "calls that have arrived at a gRPC server and wait to be taken",
-    "MAX_OPEN_STREAMS": "open health watches of one server, and as many calls of reflection",
+    "MAX_OPEN_STREAMS": "open health watches of one server, as many calls of reflection, and as "
+    "many calls without a key that wait for their clients, the oldest of which then ends",
     "MAX_DESCRIPTION_CHARS": "characters in the description of a key",
     "MAX_REASON_CHARS": "characters of the reason for a move of a tag",
     "MAX_LABELS_BYTES": "labels of a version, and of an adapter, keys and values together",

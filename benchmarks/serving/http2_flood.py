@@ -12,10 +12,13 @@ from dataclasses import dataclass
 _STREAMS_PER_CONNECTION = 100
 _NUM_CONNECTIONS = 50
 """The number of connections that are open at the same time."""
-_HEADERS, _RST_STREAM, _SETTINGS = 1, 3, 4
-_END_HEADERS = 4
+_DATA, _HEADERS, _RST_STREAM, _SETTINGS = 0, 1, 3, 4
+_END_STREAM, _END_HEADERS = 1, 4
+_NO_WINDOW = b"\x00\x04\x00\x00\x00\x00"
+"""The setting that a server may send no data on new streams."""
+_EMPTY_MESSAGE = bytes(5)
 _CANCEL = (8).to_bytes(4, "big")
-WATCH = "/grpc.health.v1.Health/Watch"
+CHECK, WATCH = "/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 
 
@@ -37,19 +40,40 @@ def _literal(name: bytes, value: bytes) -> bytes:
     return b"\x00" + bytes([len(name)]) + name + bytes([len(value)]) + value
 
 
-def opening(num_streams: int, *, resets: bool = False, path: str = WATCH, key: str = "") -> bytes:
-    """What a client sends that opens streams and acknowledges no settings."""
+def opening(
+    num_streams: int,
+    *,
+    resets: bool = False,
+    asks: bool = False,
+    path: str = WATCH,
+    key: str = "",
+) -> bytes:
+    """What a client sends that opens streams and acknowledges no settings.
+
+    Args:
+        asks: sends an empty request on each stream, and reads no answers.
+    """
     headers = {
         ":method": "POST", ":scheme": "http", ":path": path, ":authority": "x",
         "content-type": "application/grpc", "te": "trailers",
     }  # fmt: skip
     headers |= {"authorization": key} if key else {}
     block = b"".join(_literal(k.encode(), v.encode()) for k, v in headers.items())
-    sent = _PREFACE + _frame(_SETTINGS, 0, 0, b"")
+    sent = _PREFACE + _frame(_SETTINGS, 0, 0, _NO_WINDOW if asks else b"")
     for stream in range(1, 2 * num_streams, 2):
         sent += _frame(_HEADERS, _END_HEADERS, stream, block)
+        sent += _frame(_DATA, _END_STREAM, stream, _EMPTY_MESSAGE) if asks else b""
         sent += _frame(_RST_STREAM, 0, stream, _CANCEL) if resets else b""
     return sent
+
+
+async def ended_stream(reader: asyncio.StreamReader) -> int:
+    """The next stream that the server ends with a status."""
+    while True:
+        head = await reader.readexactly(9)
+        await reader.readexactly(int.from_bytes(head[:3], "big"))
+        if head[3] == _HEADERS and head[4] & _END_STREAM:
+            return int.from_bytes(head[5:], "big")
 
 
 async def num_refused(port: int, num_streams: int, expected: int) -> int:

@@ -26,7 +26,7 @@ from typing import Any
 
 import grpc
 
-from benchmarks.serving.http2_flood import opening
+from benchmarks.serving.http2_flood import CHECK, opening
 from benchmarks.serving.isolation_traffic import Target, post
 from loraplex.adapter_format.safetensors_header import encode_header
 from loraplex.api.error_wire import from_rpc_error
@@ -219,6 +219,20 @@ async def connections_that_leave(target: Target) -> None:
     _statuses["left"] += 1
 
 
+async def idle_calls(target: Target, *, asks: bool) -> None:
+    """Health checks whose request is never sent, or whose answer is never read."""
+    await asyncio.sleep(10 * random.random())  # otherwise, calls arrive faster than they are taken
+    host, _, port = target.registry.rpartition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(opening(256, asks=asks, path=CHECK))
+    _statuses["opened"] += 1
+    try:
+        while await reader.read(1 << 16):
+            pass
+    finally:
+        writer.close()
+
+
 async def tiny_chunks(target: Target) -> None:
     """Bodies in chunks of one byte."""
     reader, writer = await asyncio.open_connection(target.host, target.port)
@@ -293,6 +307,18 @@ ATTACKS: dict[str, tuple[str, Attack, int, str]] = {
 STRANGERS: dict[str, tuple[str, Attack, int, str]] = {
     "messages without a key": ("16 MiB that parse into 530 MiB", unknown_messages, 6, "text"),
     "connections that leave": ("100 calls on each", connections_that_leave, 50, "text"),
+    "requests that do not arrive": (
+        "health checks without a message",
+        functools.partial(idle_calls, asks=False),
+        100,
+        "text",
+    ),
+    "answers that nobody reads": (
+        "health checks without a window",
+        functools.partial(idle_calls, asks=True),
+        100,
+        "text",
+    ),
     "tiny chunks": ("bodies in chunks of one byte", tiny_chunks, 8, "text"),
     "wrong keys": ("a new one each time", unknown_keys, 8, "text"),
 }

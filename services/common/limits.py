@@ -32,9 +32,10 @@ class MethodLimits:
     """Number of calls as which one call counts in its tenant's rate; 0 = it is not counted."""
 
 
-DEFAULT = MethodLimits()
-REGISTRY_DEFAULT = MethodLimits(num_calls=1)
-"""All methods of the registry."""
+DEFAULT = MethodLimits(max_calls_per_tenant=1024)
+"""All other methods. Their open calls count together."""
+REGISTRY_DEFAULT = MethodLimits(max_calls_per_tenant=1024, num_calls=1)
+"""All other methods of the registry. Its rate of calls lets a tenant have 600 of them at once."""
 
 _INFERENCE = "/loraplex.v1.InferenceService/"
 _ADMIN = "/loraplex.v1.AdminService/"
@@ -42,9 +43,11 @@ _REGISTRY = "/loraplex.v1.RegistryService/"
 _WORKER = "/loraplex.v1.WorkerService/"
 
 METHODS: Mapping[str, MethodLimits] = {
-    _INFERENCE + "Generate": MethodLimits(max_message_bytes=4 * MIB),
-    _INFERENCE + "Embed": MethodLimits(max_message_bytes=4 * MIB),
-    _INFERENCE + "Score": MethodLimits(max_message_bytes=4 * MIB),
+    # As many as a gateway runs and lets wait: an open call takes memory before it is a request, and
+    # until its answer is read.
+    _INFERENCE + "Generate": MethodLimits(max_message_bytes=4 * MIB, max_calls_per_tenant=8192),
+    _INFERENCE + "Embed": MethodLimits(max_message_bytes=4 * MIB, max_calls_per_tenant=8192),
+    _INFERENCE + "Score": MethodLimits(max_message_bytes=4 * MIB, max_calls_per_tenant=8192),
     _ADMIN + "MirrorRequests": MethodLimits(max_calls_per_tenant=4),
     # A safetensors header of at most 8 MiB, and the config.
     _REGISTRY + "ValidateAdapter": MethodLimits(
@@ -59,12 +62,12 @@ METHODS: Mapping[str, MethodLimits] = {
     ),
     _REGISTRY + "DownloadAdapter": MethodLimits(max_calls_per_tenant=32, num_calls=1),
     _REGISTRY + "WatchAdapters": MethodLimits(max_calls_per_tenant=16, num_calls=10),
-    # Pages have up to 1,000 entries; usage is read for up to 400 days.
-    _REGISTRY + "ListAdapters": MethodLimits(num_calls=10),
-    _REGISTRY + "ListAudit": MethodLimits(num_calls=10),
-    _REGISTRY + "ListUsage": MethodLimits(num_calls=20),
+    # Pages have up to 1,000 entries, or 4 MB; usage is read for up to 400 days.
+    _REGISTRY + "ListAdapters": MethodLimits(max_calls_per_tenant=32, num_calls=10),
+    _REGISTRY + "ListAudit": MethodLimits(max_calls_per_tenant=32, num_calls=10),
+    _REGISTRY + "ListUsage": MethodLimits(max_calls_per_tenant=32, num_calls=20),
     # The record of a key is never removed, and lists look through those of all tenants.
-    _REGISTRY + "CreateKey": MethodLimits(num_calls=20),
+    _REGISTRY + "CreateKey": MethodLimits(max_calls_per_tenant=32, num_calls=20),
     # 5,000 counts, some of eight adapters together, and the names of 5,000 ephemeral adapters. A
     # gateway sends a report until it is accepted, and no other one before.
     _REGISTRY + "RecordUsage": MethodLimits(max_message_bytes=9 * MIB, num_calls=1),
@@ -107,7 +110,8 @@ MAX_WAITING_CALLS = 8000
 connections and closes those that have made no call with a valid key. Fewer may come through the
 edge from one address, because its connections carry calls of everybody."""
 MAX_OPEN_STREAMS = 1024
-"""Most watches of a server's health, which need no key, and most calls of reflection."""
+"""Most watches of a server's health, which need no key, most calls of reflection, and most calls
+without a key that wait for their clients."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,13 @@ import inspect
 import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
-from contextlib import aclosing, asynccontextmanager, contextmanager
+from contextlib import (
+    AbstractContextManager,
+    ExitStack,
+    aclosing,
+    asynccontextmanager,
+    contextmanager,
+)
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -30,6 +36,7 @@ from loraplex_services.common.callers import (
 from loraplex_services.common.grpc.call_rates import CallCost, CallRates, DelayedRefusals
 from loraplex_services.common.grpc.large_messages import LargeMessages
 from loraplex_services.common.grpc.open_calls import OpenCalls
+from loraplex_services.common.grpc.strangers import Strangers
 from loraplex_services.common.grpc.waiting_calls import WaitingCalls
 from loraplex_services.common.limits import MAX_OPEN_STREAMS, check_message, limits_of
 from loraplex_services.common.security.wrong_keys import current_peer, peer_of_grpc
@@ -60,7 +67,15 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         rates = CallRates()
         refusals = DelayedRefusals(rates)
         self._waiting_calls = waiting_calls
-        self._shared = _Shared(auth, open_calls, waiting_calls, rates, refusals, LargeMessages())
+        self._shared = _Shared(
+            auth,
+            open_calls,
+            waiting_calls,
+            rates,
+            refusals,
+            LargeMessages(),
+            Strangers(waiting_calls.close),
+        )
         self._wrapped: dict[str, grpc.RpcMethodHandler[Any, Any]] = {}
         """Handlers of methods, made when first called."""
 
@@ -78,7 +93,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             return None
         if method not in self._wrapped:
             is_open = method.startswith(_OPEN_TO_ALL)
-            wrap = _counted if is_open else _rewrapped
+            wrap = _open_to_all if is_open else _rewrapped
             self._wrapped[method] = wrap(handler, method, self._shared)
         return self._wrapped[method]
 
@@ -94,25 +109,40 @@ def _rewrapped(handler: Any, method: str, shared: _Shared) -> grpc.RpcMethodHand
     method is therefore registered as one that reads its requests itself, and as raw bytes.
     """
     call = _Call(method, shared, handler.request_deserializer)
-    reads_stream, serializer = handler.request_streaming, handler.response_serializer
+    reads_stream = handler.request_streaming
     if handler.response_streaming:
         inner = handler.unary_stream or handler.stream_stream
-        streams: Any = _wrapped_stream(inner, call, reads_stream=reads_stream)
-        return grpc.stream_stream_rpc_method_handler(streams, response_serializer=serializer)
+        return _reading(handler, _wrapped_stream(inner, call, reads_stream=reads_stream))
     inner = handler.unary_unary or handler.stream_unary
-    answers: Any = _wrapped_unary(inner, call, reads_stream=reads_stream)
-    return grpc.stream_unary_rpc_method_handler(answers, response_serializer=serializer)
+    return _reading(handler, _wrapped_unary(inner, call, reads_stream=reads_stream))
 
 
-def _counted(handler: Any, method: str, shared: _Shared) -> grpc.RpcMethodHandler[Any, Any]:
-    """A handler for a method that needs no key. Its streams are counted, because unauthenticated
+def _reading(handler: Any, behaviour: Any) -> grpc.RpcMethodHandler[Any, Any]:
+    """A handler that reads its requests itself."""
+    serializer = handler.response_serializer
+    if handler.response_streaming:
+        return grpc.stream_stream_rpc_method_handler(behaviour, response_serializer=serializer)
+    return grpc.stream_unary_rpc_method_handler(behaviour, response_serializer=serializer)
+
+
+def _open_to_all(handler: Any, method: str, shared: _Shared) -> grpc.RpcMethodHandler[Any, Any]:
+    """A handler for a method that needs no key. Its calls are counted, because unauthenticated
     callers may open them."""
-    if not handler.response_streaming:
-        return cast("grpc.RpcMethodHandler[Any, Any]", handler)
-    inner = handler.unary_stream or handler.stream_stream
+    call, strangers = _Call(method, shared, handler.request_deserializer), shared.strangers
 
-    async def written(request: Any, context: Context) -> None:
+    async def answered(_: Any, context: Context) -> Any:
         async with _status_of_failure(method, context):
+            request = call.parsed(call.present(await strangers.request(context)))
+            strangers.answer(context)
+            return await handler.unary_unary(request, context)
+
+    async def streamed(_: Any, context: Context) -> None:
+        async with _status_of_failure(method, context):
+            if handler.request_streaming:
+                request, inner = _Requests(call, context), handler.stream_stream
+            else:
+                request = call.parsed(call.present(await strangers.request(context)))
+                inner = handler.unary_stream
             with shared.opened(method):
                 if inspect.isasyncgenfunction(inner):
                     async for response in inner(request, context):
@@ -120,8 +150,7 @@ def _counted(handler: Any, method: str, shared: _Shared) -> grpc.RpcMethodHandle
                 else:
                     await inner(request, context)
 
-    kind = "stream_stream" if handler.request_streaming else "unary_stream"
-    return cast("grpc.RpcMethodHandler[Any, Any]", handler._replace(**{kind: written}))
+    return _reading(handler, streamed if handler.response_streaming else answered)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +163,7 @@ class _Shared:
     rates: CallRates
     refusals: DelayedRefusals
     large: LargeMessages
+    strangers: Strangers
     num_open: Counter[str] = field(default_factory=Counter)
     """Streams of methods that need no key, by method."""
 
@@ -167,12 +197,12 @@ class _Call:
             caller = await _identify(self.method, self.shared.auth, context)
             if caller.scopes:
                 self.shared.waiting_calls.trust(context.peer())
-            with self.shared.open_calls.counted(self.method, caller):
-                num_calls = limits_of(self.method).num_calls
-                await self.shared.rates.wait(caller, num_calls)
-                if num_calls:
-                    note_read.set(CallCost(self.shared.rates, caller, num_calls).add)
-                yield
+            _until_sent(self.shared.open_calls.counted(self.method, caller))
+            num_calls = limits_of(self.method).num_calls
+            await self.shared.rates.wait(caller, num_calls)
+            if num_calls:
+                note_read.set(CallCost(self.shared.rates, caller, num_calls).add)
+            yield
         except Exception as error:
             is_counted = limits_of(self.method).num_calls > 0
             await self.shared.refusals.delay(error, None if is_counted else caller)
@@ -186,13 +216,26 @@ class _Call:
         except DecodeError:
             raise InvalidRequest(f"the message is not a request of {self.method}") from None
 
-    async def only_request(self, context: Context) -> Any:
-        """The request of a unary method. Raises: InvalidRequest if there is none."""
-        raw = await context.read()
+    def present(self, raw: Any) -> bytes:
+        """Returns what was read. Raises: InvalidRequest if the client sent no message."""
         if raw is grpc.aio.EOF:
             raise InvalidRequest(f"{self.method} needs a request message")
+        return cast(bytes, raw)
+
+    async def only_request(self, context: Context) -> Any:
+        """The request of a unary method. Raises: InvalidRequest if there is none."""
+        raw = self.present(await context.read())
         await self.shared.large.wait(current_caller.get(), len(raw))
         return self.parsed(raw)
+
+
+def _until_sent(counted: AbstractContextManager[None]) -> None:
+    """Hold a count until the current call has ended. gRPC sends the answer of a unary method after
+    its handler, in the same task, and waits for the client to read it."""
+    stack, task = ExitStack(), asyncio.current_task()
+    assert task is not None, "gRPC calls handlers in tasks"
+    stack.enter_context(counted)
+    task.add_done_callback(lambda _: stack.close())
 
 
 class _Requests:

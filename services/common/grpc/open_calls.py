@@ -10,7 +10,9 @@ from dataclasses import dataclass
 
 from loraplex.errors import ResourceExhausted
 from loraplex_services.common.callers import Caller
-from loraplex_services.common.limits import SERVICE_KEY_IDS, limits_of
+from loraplex_services.common.limits import METHODS, SERVICE_KEY_IDS, limits_of
+
+_OTHERS = "methods without a limit of their own"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -41,11 +43,11 @@ class OpenCalls:
     @contextmanager
     def counted(self, method: str, caller: Caller) -> Iterator[None]:
         """Hold one call. Raises ResourceExhausted if the tenant has as many as it may have."""
-        key = method, caller.tenant
+        key = method if method in METHODS else _OTHERS, caller.tenant
         most = 0 if caller.key_id in SERVICE_KEY_IDS else limits_of(method).max_calls_per_tenant
         if most and self._counts[key] >= most:
             raise ResourceExhausted(
-                f"tenant {caller.tenant!r} has {most} calls of {method} open, which is the limit",
+                f"tenant {caller.tenant!r} has {most} calls of {key[0]} open, which is the limit",
                 reason="TOO_MANY_CALLS",
                 retry_after_s=1.0,
             )

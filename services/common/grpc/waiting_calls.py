@@ -25,6 +25,7 @@ import tempfile
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Collection
 from concurrent.futures import CancelledError, Future, wait
 from pathlib import Path
@@ -73,6 +74,8 @@ class WaitingCalls:
         object is collected or the process ends, however far the server came, unless it is
         killed."""
         self._server_id = 0
+        self._unread: deque[str] = deque()
+        """Peers whose connections are to be closed."""
 
     def take(self) -> None:
         """Count a call that Python has taken."""
@@ -83,6 +86,10 @@ class WaitingCalls:
         name = unquote(peer)
         if name not in self._with_key:
             self._with_key.put(name, value=True)
+
+    def close(self, peer: str) -> None:
+        """Close the connection of a peer soon, by gRPC's name of it: its client does not read."""
+        self._unread.append(unquote(peer))
 
     def watch(self, server: grpc.aio.Server) -> None:
         """Watch this server, the last one that was made. It must not have started. Only Linux has
@@ -135,6 +142,7 @@ class WaitingCalls:
         pause_s, growth = _POLL_S, _Growth()
         while not is_over.wait(pause_s):
             try:
+                self._close_unread(connections)
                 if not growth.calls_for_count():
                     continue
                 num_waiting = self._num_waiting()
@@ -147,6 +155,11 @@ class WaitingCalls:
                 if not is_over.is_set():
                     logger.exception("bounding the waiting calls failed")
         connections.release()
+
+    def _close_unread(self, connections: Connections) -> None:
+        peers = {self._unread.popleft() for _ in range(len(self._unread))}
+        if peers:
+            connections.close(lambda peer: peer not in peers)
 
     def _wait_for_few(
         self, connections: Connections, check: Callable[[], Future[None]], is_over: threading.Event
