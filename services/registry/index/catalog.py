@@ -328,20 +328,20 @@ class Catalog:
         async with translated():
             await self._scripts["release"](keys=[PREFIX], args=[epoch])
 
-    async def check_keeps_keys(self) -> None:
-        """Raises CatalogDown if Redis may evict keys: an incomplete index would look complete."""
-        async with translated():
-            info = await self._redis.info("memory")
-        policy = info.get("maxmemory_policy", "")
-        if info.get("maxmemory") and policy.startswith("allkeys"):
-            why = f"its maxmemory-policy {policy} may evict parts of the index; set noeviction"
-            raise CatalogDown(f"metadata server: {why}")
-
     async def memory_bytes(self) -> tuple[int, int]:
-        """How much the metadata server uses, and its maxmemory; 0 = no limit."""
+        """How much the metadata server uses, and its maxmemory; 0 = no limit.
+
+        Raises CatalogDown if it may evict keys: an incomplete index would look complete.
+        """
         async with translated():
             info = await self._redis.info("memory")
-        return info["used_memory"], info.get("maxmemory", 0)
+        limit, policy = info.get("maxmemory", 0), info.get("maxmemory_policy", "")
+        if limit and policy.startswith("allkeys"):
+            raise CatalogDown(
+                f"metadata server: its maxmemory-policy {policy} may evict parts of the index; set "
+                "noeviction, then run registry reindex"
+            )
+        return info["used_memory"], limit
 
     async def claim_interval(self, work: str, interval_s: float) -> bool:
         """Claim some periodic `work` for this interval; True for one process of all."""

@@ -74,7 +74,7 @@ class Indexer:
 
         Raises: CatalogDown, also if Redis may drop parts of an index.
         """
-        await self._catalog.check_keeps_keys()
+        await self.measure()
         await self.ensure()
         await self.recover()
         await self.repair(0.0)
@@ -108,7 +108,10 @@ class Indexer:
         }
 
     async def measure(self) -> None:
-        """Report how full the metadata server is."""
+        """Report how full the metadata server is.
+
+        Raises: CatalogDown, also if Redis may drop parts of an index.
+        """
         used, limit = await self._catalog.memory_bytes()
         METADATA_BYTES.set(used)
         METADATA_MAX_BYTES.set(limit)
