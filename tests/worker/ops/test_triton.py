@@ -18,42 +18,50 @@ ROOT = FOLDER.parents[3]
 COMPILE = """
 import json, sys
 from benchmarks.gpu.kernel_resources import resources, variants
-def wanted(variant, target):
-    kernel, dtype = variant.name.rsplit(".", 1)
+CODES = (
+    "attention.contexts-kv-int8", "attention.generations-kv-fp8",
+    "rope.rotate_and_append-kv-int8", "rope.rotate_and_append-kv-fp8",
+    "linear.fp8-64x128", "linear.int4-16x64-small",
+)
+ONLY_LONG = (  # the other of two kernels compiles these options
+    "attention.contexts-sinks", "attention.generations-windowed",
+    "lora.long-expand-int8-qkv", "lora.long-shrink-cut",
+)
+OTHER_GPUS = {
+    80: ("attention.contexts-ampere", "attention.contexts-small", "attention.generations"),
+    100: ("attention.contexts", "attention.generations"),
+}
+def in_some(kernel, dtype, target):
+    if target != 90:
+        return dtype == "bf16" and kernel in OTHER_GPUS[target]
+    if "-kv-" in kernel or kernel.startswith("linear."):
+        return kernel in CODES
+    if kernel in (*ONLY_LONG, *OTHER_GPUS[80][:2]) or "gate_up" in kernel:
+        return False
+    is_option = kernel.startswith("attention.") and "-" in kernel
+    return not is_option or (dtype == "bf16" and kernel.count("-") == 1)
+def in_all(kernel, dtype, target):
     if kernel.startswith("linear."):
-        if sys.argv[1] == "some":
-            return target == 90 and kernel in ("linear.fp8-64x128", "linear.int4-16x64-small")
         return target >= 90 or kernel.endswith("small")
     if "-kv-" in kernel:
-        few = ("attention.contexts", "attention.generations", "rope.rotate_and_append")
-        is_one = target == 90 and kernel.partition("-kv-")[0] in few
-        return dtype == "bf16" and (is_one or sys.argv[1] == "all")
+        return dtype == "bf16"
     if target == 80 and kernel.startswith("attention.contexts-large"):
         return False  # such a GPU has too little shared memory to choose it
     if "int8" in kernel:
-        return target == 90 or (target == 80 and sys.argv[1] == "all")
+        return target <= 90
     if dtype == "fp32" and kernel == "attention.contexts-small-wide":
-        return target == 80 and sys.argv[1] == "all"
-    if dtype == "fp16" or (dtype == "fp32" and "prefill" in kernel):
+        return target == 80
+    if dtype == "fp16":
         return False
-    if sys.argv[1] == "some":
-        if dtype == "fp32" and kernel.startswith("attention.contexts-"):
-            return False
-        if kernel.startswith("attention.contexts-") and kernel.count("-") > 1:
-            return False  # other tiles and other heads are compiled apart
-        if kernel.startswith("lora.") and "gate_up" in kernel:
-            return False  # other numbers of parts are those of qkv and of down
-        if target != 90 and kernel not in (
-            "attention.contexts", "attention.generations", "lora.fused-qkv"
-        ):
-            return False
     if target == 90:
         return True
-    return dtype != "fp32" and not any(s in kernel for s in ("prefill", "silu", "rope", "combine"))
+    return dtype != "fp32" and not any(s in kernel for s in ("silu", "rope", "combine"))
 rows = []
 for variant in variants():
     for target in (80, 90, 100):
-        if wanted(variant, target):
+        kernel, dtype = variant.name.rsplit(".", 1)
+        wanted = in_all(kernel, dtype, target)
+        if wanted and (sys.argv[1] == "all" or in_some(kernel, dtype, target)):
             compiled = variant.compile(target)
             ptx, used = compiled.asm["ptx"], resources(compiled)
             rows.append({
