@@ -1,5 +1,4 @@
-"""The compiled kernels as test parameters: one for each instruction set of this machine's family,
-skipped where the processor lacks it.
+"""The compiled kernels as test parameters: one for each instruction set of this processor.
 
 `make test` takes the two best levels of a machine, and `make test-long` the others, too: compiling
 one takes more than ten seconds.
@@ -12,19 +11,13 @@ import pytest
 
 from loraplex_services.worker.native.bindings import Native
 from loraplex_services.worker.native.build import build_library, find_compiler
-from loraplex_services.worker.native.isa import LEVELS, family_isas, host_isas
+from loraplex_services.worker.native.isa import LEVELS, host_isas
 
-
-def _marks(isa: str) -> list[pytest.MarkDecorator]:
-    if isa not in host_isas():
-        return [pytest.mark.skip(f"this processor lacks {isa}")]
-    return [] if isa in host_isas()[:2] else [pytest.mark.long]
-
-
-ISAS = [pytest.param(isa, marks=_marks(isa)) for isa in family_isas()]
+_MARKS = {isa: [pytest.mark.long] * (rank >= 2) for rank, isa in enumerate(host_isas())}
+ISAS = [pytest.param(isa, marks=marks) for isa, marks in _MARKS.items()]
 PAIRED = [
-    pytest.param((isa, True), marks=_marks(isa), id=f"{isa}-pairs")
-    for isa in family_isas()
+    pytest.param((isa, True), marks=marks, id=f"{isa}-pairs")
+    for isa, marks in _MARKS.items()
     if LEVELS[isa].half_wins
 ]
 """The levels with dot products of bfloat16 pairs, for `native_choosing`."""

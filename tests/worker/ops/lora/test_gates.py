@@ -14,7 +14,8 @@ from loraplex_services.worker.ops.lora.runs import RowRun
 from tests.worker.native.isas import native
 from tests.worker.ops.lora.test_lora import SITE, batch_of, random_delta
 
-pytestmark = pytest.mark.skipif(AMX not in host_isas(), reason="this processor lacks AMX")
+if AMX not in host_isas():
+    pytest.skip("this processor lacks AMX", allow_module_level=True)
 WIDTH, NUM_INPUTS = 176, 96
 ROUND_WIDTH = ROUND_BYTES // 2
 """Rows of bfloat16 that `new_rows` moves apart."""
