@@ -13,6 +13,7 @@ from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
+from loraplex.api.wire import violations_from_proto, violations_to_proto
 from loraplex.errors import LoraplexError, Unavailable, Violation, codes_of, from_wire
 from loraplex.v1 import common_pb2
 
@@ -80,10 +81,7 @@ def to_detail(error: LoraplexError) -> common_pb2.ErrorDetail:
         code=codes_of(error).grpc,
         reason=error.reason,
         message=error.message,
-        violations=[
-            common_pb2.FieldViolation(field=v.field, value=v.value, description=v.description)
-            for v in error.violations
-        ],
+        violations=violations_to_proto(error.violations),
         retry_after_s=error.retry_after_s or 0.0,
     )
 
@@ -94,7 +92,7 @@ def from_detail(detail: common_pb2.ErrorDetail) -> LoraplexError:
         detail.code,
         detail.reason,
         detail.message,
-        [Violation(v.field, v.value, v.description) for v in detail.violations],
+        violations_from_proto(detail.violations),
         detail.retry_after_s or None,
     )
 

@@ -1,4 +1,4 @@
-"""Converts geometries, files, violations and the pooling of adapters to and from messages."""
+"""Converts geometries, files and the pooling of adapters to and from messages."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from loraplex.adapter_format.files import File
 from loraplex.adapter_format.geometry import Geometry, Module
 from loraplex.adapter_format.pooling_fields import PoolingFields
 from loraplex.adapter_format.tasks import CAUSAL_LM
-from loraplex.api.fields import same_fields
 from loraplex.api.pooling import Pooling
-from loraplex.api.wire import pooling_from_proto, pooling_to_proto
-from loraplex.errors import InvalidRequest, Violation
+from loraplex.api.wire import from_message, pooling_from_proto, pooling_to_proto, to_message
+from loraplex.errors import InvalidRequest
 from loraplex.v1 import common_pb2, registry_pb2
 
 _KINDS = {
@@ -27,10 +26,10 @@ _KIND_NAMES = {number: name for name, number in _KINDS.items()}
 def geometry_to_proto(geometry: Geometry) -> common_pb2.ModelGeometry:
     """A geometry as a message."""
     modules = [
-        common_pb2.ModuleGeometry(**same_fields(module, Module) | {"kind": _KINDS[module.kind]})
+        to_message(module, common_pb2.ModuleGeometry, kind=_KINDS[module.kind])
         for module in geometry.modules
     ]
-    return common_pb2.ModelGeometry(**same_fields(geometry, Geometry) | {"modules": modules})
+    return to_message(geometry, common_pb2.ModelGeometry, modules=modules)
 
 
 def geometry_from_proto(message: common_pb2.ModelGeometry) -> Geometry:
@@ -44,7 +43,7 @@ def geometry_from_proto(message: common_pb2.ModelGeometry) -> Geometry:
     if not message.modules:
         raise InvalidRequest.field("geometry.modules", "[]", "must list the base's modules")
     modules = tuple(_module_from_proto(module) for module in message.modules)
-    return Geometry(**same_fields(message, Geometry) | {"modules": modules})
+    return from_message(message, Geometry, modules=modules)
 
 
 def _module_from_proto(message: common_pb2.ModuleGeometry) -> Module:
@@ -54,12 +53,7 @@ def _module_from_proto(message: common_pb2.ModuleGeometry) -> Module:
         raise InvalidRequest.field(
             path, int(message.kind), "is of a kind that this build does not know"
         )
-    return Module(**same_fields(message, Module) | {"kind": kind})
-
-
-def violation_to_proto(violation: Violation) -> common_pb2.FieldViolation:
-    """A violation as a message."""
-    return common_pb2.FieldViolation(**same_fields(violation, Violation))
+    return from_message(message, Module, kind=kind)
 
 
 def files_from_proto(messages: Iterable[registry_pb2.FileSpec]) -> tuple[File, ...]:

@@ -1,11 +1,15 @@
-"""Converts each type of `loraplex.api` to and from its protobuf message."""
+"""Converts the types of `loraplex.api` to and from their protobuf messages.
+
+`to_message` and `from_message` convert a type whose fields have the names of its message. Every
+other type has two functions here.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import Message
@@ -15,22 +19,19 @@ from loraplex.api.load import ModelLoad, RecentLoad
 from loraplex.api.output import (
     Candidate,
     FinishReason,
-    PackedLogprobs,
     RoutedExperts,
     RoutingShape,
-    ServedBy,
-    Timings,
     TokenLogprob,
-    Usage,
 )
 from loraplex.api.pooling import Pooling
 from loraplex.api.residency import AdapterResidency, Tier, WorkerLoad
 from loraplex.api.sampling import Grammar, Sampling, SamplingParams
-from loraplex.errors import InvalidRequest
+from loraplex.errors import InvalidRequest, Violation
 from loraplex.v1 import admin_pb2, common_pb2, inference_pb2, worker_pb2
 
-_LOAD_FIELDS = tuple(name for name in field_names(WorkerLoad) if name != "is_full")
-"""Fields that have the same name in the message."""
+M = TypeVar("M", bound=Message)
+T = TypeVar("T")
+
 _FINISH_REASONS = {
     FinishReason.STOP: common_pb2.FINISH_REASON_STOP,
     FinishReason.LENGTH: common_pb2.FINISH_REASON_LENGTH,
@@ -47,6 +48,21 @@ _POOLINGS = {
 }
 # The last of the two that are unspecified counts: NONE.
 _POOLING_OF = {number: pooling for pooling, number in _POOLINGS.items()}
+
+
+def violations_to_proto(violations: Iterable[Violation]) -> list[common_pb2.FieldViolation]:
+    """Violations or warnings as messages."""
+    return [
+        common_pb2.FieldViolation(field=v.field, value=v.value, description=v.description)
+        for v in violations
+    ]
+
+
+def violations_from_proto(
+    messages: Iterable[common_pb2.FieldViolation],
+) -> tuple[Violation, ...]:
+    """The inverse."""
+    return tuple(Violation(v.field, v.value, v.description) for v in messages)
 
 
 def sampling_to_proto(sampling: Sampling) -> inference_pb2.SamplingParams:
@@ -98,13 +114,21 @@ def sampling_params_from_proto(message: worker_pb2.WorkerSampling) -> SamplingPa
     return SamplingParams(**{"max_tokens": 0, "seed": 0, **given})
 
 
-def same_message_fields(message: Message, kind: Any) -> dict[str, Any]:
-    """Values of the fields that a message and a dataclass have under the same names. Lists are
-    tuples and maps are dictionaries by key; the messages in them stay messages."""
-    return {
+def to_message(record: Any, kind: type[M], /, **others: object) -> M:
+    """A message with the values of a dataclass that it has under the same names. `others` are
+    further fields, or values that replace those of the record."""
+    names = _shared_names(kind.DESCRIPTOR, record.__class__)
+    return kind(**{name: getattr(record, name) for name, _ in names} | others)
+
+
+def from_message(message: Message, kind: Callable[..., T], /, **others: object) -> T:
+    """The inverse. Lists are tuples and maps are dictionaries by key; the messages in them stay
+    messages."""
+    values = {
         name: getattr(message, name) if copy is None else copy(getattr(message, name))
         for name, copy in _shared_names(message.DESCRIPTOR, kind)
     }
+    return kind(**values | others)
 
 
 @functools.cache
@@ -201,21 +225,6 @@ def prompt_logprobs_from_proto(
     return tuple(map(_prompt_logprob, messages))
 
 
-def packed_logprobs_to_proto(packed: PackedLogprobs) -> worker_pb2.PackedLogprobs:
-    """The logprobs of a prompt, from a worker to a gateway."""
-    return worker_pb2.PackedLogprobs(
-        num_top=packed.num_top,
-        token_ids=packed.token_ids,
-        logprobs=packed.logprobs,
-        ranks=packed.ranks,
-    )
-
-
-def packed_logprobs_from_proto(message: worker_pb2.PackedLogprobs) -> PackedLogprobs:
-    """The inverse."""
-    return PackedLogprobs(message.num_top, message.token_ids, message.logprobs, message.ranks)
-
-
 def routed_experts_to_proto(routed: RoutedExperts) -> common_pb2.RoutedExperts:
     """The experts of some tokens as a message."""
     shape = same_fields(routed.routing, RoutingShape)
@@ -224,7 +233,7 @@ def routed_experts_to_proto(routed: RoutedExperts) -> common_pb2.RoutedExperts:
 
 def routed_experts_from_proto(message: common_pb2.RoutedExperts) -> RoutedExperts:
     """The inverse."""
-    routing = RoutingShape(**same_message_fields(message, RoutingShape))
+    routing = from_message(message, RoutingShape)
     return RoutedExperts(message.start, routing, message.experts)
 
 
@@ -251,36 +260,6 @@ def pooling_from_proto(number: common_pb2.Pooling) -> Pooling | None:
     return _POOLING_OF.get(number)
 
 
-def usage_to_proto(usage: Usage) -> common_pb2.Usage:
-    """Token counts as a message."""
-    return common_pb2.Usage(**same_fields(usage, Usage))
-
-
-def usage_from_proto(message: common_pb2.Usage) -> Usage:
-    """The inverse."""
-    return Usage(**same_fields(message, Usage))
-
-
-def timings_to_proto(timings: Timings) -> common_pb2.Timings:
-    """Times as a message."""
-    return common_pb2.Timings(**same_fields(timings, Timings))
-
-
-def timings_from_proto(message: common_pb2.Timings) -> Timings:
-    """The inverse."""
-    return Timings(**same_fields(message, Timings))
-
-
-def served_by_to_proto(served_by: ServedBy) -> inference_pb2.ServedBy:
-    """A `ServedBy` as a message."""
-    return inference_pb2.ServedBy(**same_fields(served_by, ServedBy))
-
-
-def served_by_from_proto(message: inference_pb2.ServedBy) -> ServedBy:
-    """The inverse."""
-    return ServedBy(**same_message_fields(message, ServedBy))
-
-
 _TIERS = {
     Tier.NONE: worker_pb2.ADAPTER_TIER_UNSPECIFIED,
     Tier.DISK: worker_pb2.ADAPTER_TIER_DISK,
@@ -294,28 +273,24 @@ _TIER_OF = {number: tier for tier, number in _TIERS.items() if tier is not Tier.
 
 def residency_to_proto(residency: AdapterResidency) -> worker_pb2.AdapterResidency:
     """Where an adapter is, as a message."""
-    values = same_fields(residency, AdapterResidency)
-    return worker_pb2.AdapterResidency(**{**values, "tier": _TIERS[residency.tier]})
+    return to_message(residency, worker_pb2.AdapterResidency, tier=_TIERS[residency.tier])
 
 
 def residency_from_proto(message: worker_pb2.AdapterResidency) -> AdapterResidency:
     """The inverse."""
-    values = same_fields(message, AdapterResidency)
     is_on_host = message.tier == worker_pb2.ADAPTER_TIER_DISK and message.host_bytes > 0
-    values["tier"] = Tier.HOST if is_on_host else _TIER_OF[message.tier]
-    return AdapterResidency(**values)
+    tier = Tier.HOST if is_on_host else _TIER_OF[message.tier]
+    return from_message(message, AdapterResidency, tier=tier)
 
 
 def load_to_proto(load: WorkerLoad) -> worker_pb2.WorkerLoad:
     """How busy a worker is, as a message."""
-    return worker_pb2.WorkerLoad(
-        **{name: getattr(load, name) for name in _LOAD_FIELDS}, full=load.is_full
-    )
+    return to_message(load, worker_pb2.WorkerLoad, full=load.is_full)
 
 
 def load_from_proto(message: worker_pb2.WorkerLoad) -> WorkerLoad:
     """The inverse."""
-    return WorkerLoad(**same_message_fields(message, WorkerLoad), is_full=message.full)
+    return from_message(message, WorkerLoad, is_full=message.full)
 
 
 def recent_load_to_proto(load: RecentLoad) -> admin_pb2.RecentLoad:
@@ -325,5 +300,5 @@ def recent_load_to_proto(load: RecentLoad) -> admin_pb2.RecentLoad:
 
 def recent_load_from_proto(message: admin_pb2.RecentLoad) -> RecentLoad:
     """The inverse."""
-    models = tuple(ModelLoad(**same_fields(each, ModelLoad)) for each in message.models)
-    return RecentLoad(**{**same_message_fields(message, RecentLoad), "models": models})
+    models = tuple(from_message(each, ModelLoad) for each in message.models)
+    return from_message(message, RecentLoad, models=models)

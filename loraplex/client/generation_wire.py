@@ -5,21 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from loraplex.api.output import ServedBy, Timings, Usage
 from loraplex.api.request import AskedAdapter, ChatPrompt, GenerateRequest, TextPrompt, TokenPrompt
 from loraplex.api.request_wire import generate_request_from_proto, generate_request_to_proto
 from loraplex.api.sampling import Sampling
 from loraplex.api.wire import (
     finish_reason_from_proto,
+    from_message,
     load_from_proto,
     logprobs_from_proto,
     prompt_logprobs_from_proto,
     recent_load_from_proto,
     residency_from_proto,
     routed_experts_from_proto,
-    same_message_fields,
-    served_by_from_proto,
-    timings_from_proto,
-    usage_from_proto,
 )
 from loraplex.client.generation import (
     CompletionChunk,
@@ -82,11 +80,11 @@ def chunk(message: pb.GenerateResponse) -> CompletionChunk:
         prompt_logprobs=prompt_logprobs_from_proto(message.prompt_logprobs),
         finish_reason=finish_reason_from_proto(message.finish_reason),
         stop_reason=message.stop_reason,
-        served_by=served_by_from_proto(message.served_by)
+        served_by=from_message(message.served_by, ServedBy)
         if message.HasField("served_by")
         else None,
-        usage=usage_from_proto(message.usage) if message.HasField("usage") else None,
-        timings=timings_from_proto(message.timings) if message.HasField("timings") else None,
+        usage=from_message(message.usage, Usage) if message.HasField("usage") else None,
+        timings=from_message(message.timings, Timings) if message.HasField("timings") else None,
         routed_experts=routed_experts_from_proto(message.routed_experts)
         if message.HasField("routed_experts")
         else None,
@@ -109,20 +107,20 @@ def mirrored(message: admin_pb2.MirrorRequestsResponse) -> Mirrored:
 
 def status(message: admin_pb2.GetStatusResponse) -> Status:
     """A gateway's view of its stack."""
-    values = same_message_fields(message, Status)
-    values["workers"] = tuple(_worker(worker) for worker in message.workers)
     has_recent = message.HasField("recent")
-    values["recent"] = recent_load_from_proto(message.recent) if has_recent else None
-    return Status(**values)
+    return from_message(
+        message,
+        Status,
+        workers=tuple(_worker(worker) for worker in message.workers),
+        recent=recent_load_from_proto(message.recent) if has_recent else None,
+    )
 
 
 def _worker(message: admin_pb2.WorkerState) -> WorkerStatus:
-    values = same_message_fields(message, WorkerStatus)
-    values["load"] = load_from_proto(message.load)
-    values["adapters"] = tuple(
-        ResidentAdapter(
-            adapter.ref, adapter.num_other_refs, residency_from_proto(adapter.residency)
-        )
-        for adapter in message.adapters
+    adapters = tuple(
+        from_message(each, ResidentAdapter, residency=residency_from_proto(each.residency))
+        for each in message.adapters
     )
-    return WorkerStatus(**values)
+    return from_message(
+        message, WorkerStatus, load=load_from_proto(message.load), adapters=adapters
+    )

@@ -7,10 +7,10 @@ from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
 from typing import Self
 
-from loraplex.api.fields import same_fields
 from loraplex.api.output import ServedBy, Usage, WeightSpan, joined_experts, joined_spans
 from loraplex.api.request import UpdatePolicy
 from loraplex.api.sampling import Sampling
+from loraplex.api.wire import from_message
 from loraplex.client import generation_wire, settings, vectors
 from loraplex.client.channel import Channel
 from loraplex.client.generation import (
@@ -165,7 +165,7 @@ class InferenceClient:
         request = pb.ListModelsRequest(page_size=PAGE_SIZE)
         async for page in self._channel.pages(stub.ListModels, request):
             for model in page.models:
-                yield Model(**same_fields(model, Model))
+                yield from_message(model, Model)
 
     async def status(self, *, include_adapters: bool = False) -> Status:
         """The gateway's view of workers, residency and load."""

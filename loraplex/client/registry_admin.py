@@ -13,6 +13,7 @@ from loraplex.api.fields import same_fields
 from loraplex.api.format_wire import geometry_from_proto, geometry_to_proto
 from loraplex.api.registry import ApiKey, AuditEntry, BaseModel, Certificate, Collected, Reindexed
 from loraplex.api.tenants import Tenant, TenantLimits
+from loraplex.api.wire import from_message, to_message
 from loraplex.client.channel import Channel
 from loraplex.errors import NotFound
 from loraplex.v1 import registry_pb2 as pb
@@ -78,34 +79,34 @@ class RegistryAdmin:
         were not written for an hour. Those of a deleted version are kept for 7 days."""
         request = pb.CollectGarbageRequest(dry_run=dry_run)
         answer = await self._channel.call(self._stub.CollectGarbage, request, LONG_TIMEOUT_S)
-        return Collected(answer.deleted_objects, answer.deleted_bytes, answer.kept_objects)
+        return from_message(answer, Collected)
 
     async def reindex(self) -> Reindexed:
         """Rebuild the metadata index from the objects."""
         answer = await self._channel.call(self._stub.Reindex, pb.ReindexRequest(), LONG_TIMEOUT_S)
-        return Reindexed(answer.versions, answer.tags, answer.bases, answer.epoch)
+        return from_message(answer, Reindexed)
 
     async def audit(self, tenant: str = "") -> AsyncIterator[AuditEntry]:
         """Changes by all callers, newest first."""
         request = pb.ListAuditRequest(page_size=PAGE_SIZE, tenant=tenant)
         async for page in self._channel.pages(self._stub.ListAudit, request):
             for entry in page.entries:
-                yield registry_wire.audit_entry(entry)
+                yield from_message(entry, AuditEntry)
 
     async def set_certificate(self, ref: str, certificate: Certificate) -> Certificate:
         """Store a result of `divergence.measure` with a version; returns the certificate as
         stored."""
         request = pb.SetCertificateRequest(
-            ref=ref, certificate=registry_wire.certificate_to_proto(certificate)
+            ref=ref, certificate=to_message(certificate, pb.Certificate)
         )
         answer = await self._channel.call(self._stub.SetCertificate, request)
-        return registry_wire.certificate(answer.certificate)
+        return from_message(answer.certificate, Certificate)
 
     async def certificates(self, ref: str) -> Sequence[Certificate]:
         """The certificates of a version."""
         request = pb.ListCertificatesRequest(ref=ref)
         answer = await self._channel.call(self._stub.ListCertificates, request)
-        return [registry_wire.certificate(message) for message in answer.certificates]
+        return [from_message(message, Certificate) for message in answer.certificates]
 
     async def create_key(
         self, tenant: str, scopes: Sequence[str], ttl_s: float = 0.0, description: str = ""
@@ -115,25 +116,25 @@ class RegistryAdmin:
             tenant=tenant, scopes=scopes, ttl_s=ttl_s, description=description
         )
         answer = await self._channel.call(self._stub.CreateKey, request)
-        return registry_wire.api_key(answer.key), answer.token
+        return from_message(answer.key, ApiKey), answer.token
 
     async def create_first_key(self) -> tuple[ApiKey, str]:
         """Create the first admin key; returns it and its token. Raises AlreadyExists if it was
         created before, and PermissionDenied on another machine than the registry's."""
         answer = await self._channel.call(self._stub.CreateFirstKey, pb.CreateFirstKeyRequest())
-        return registry_wire.api_key(answer.key), answer.token
+        return from_message(answer.key, ApiKey), answer.token
 
     async def keys(self, tenant: str = "") -> Sequence[ApiKey]:
         """Keys of a tenant, without secrets."""
         request = pb.ListKeysRequest(tenant=tenant, page_size=1000)
         pages = self._channel.pages(self._stub.ListKeys, request)
-        return [registry_wire.api_key(key) async for page in pages for key in page.keys]
+        return [from_message(key, ApiKey) async for page in pages for key in page.keys]
 
     async def revoke_key(self, key_id: str) -> ApiKey:
         """Revoke a key. It becomes invalid everywhere within seconds."""
         request = pb.RevokeKeyRequest(key_id=key_id)
         answer = await self._channel.call(self._stub.RevokeKey, request)
-        return registry_wire.api_key(answer.key)
+        return from_message(answer.key, ApiKey)
 
     async def set_tenant(self, tenant: Tenant, fields: Collection[str] = ()) -> Tenant:
         """Create a tenant, or change the given `fields` of it; empty = all fields."""

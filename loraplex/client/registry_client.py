@@ -23,6 +23,7 @@ from loraplex.api.registry import (
     TagMove,
     UsageEntry,
 )
+from loraplex.api.wire import violations_from_proto
 from loraplex.client import settings
 from loraplex.client.channel import Channel
 from loraplex.client.downloading import download, read_file
@@ -116,8 +117,7 @@ class RegistryClient:
         Raises:
             InvalidAdapter: it was refused; `violations` name the fields.
         """
-        files = await asyncio.to_thread(memory_files, state_dict, config)
-        config_file, tensor_file = files
+        config_file, tensor_file = files = await asyncio.to_thread(memory_files, state_dict, config)
         options = publication.to_proto()
         summed = await hash_files(files, ignore_progress)
         specs = [each.spec for each in summed]
@@ -136,7 +136,7 @@ class RegistryClient:
         specs = [each.spec for each in await hash_files(files, ignore_progress)]
         options.signatures.extend(signatures_of(publication, Path(folder), specs))
         answer = await self._validate(options, specs, *config_and_header(files))
-        warnings = (*left_out, *registry_wire.violations(answer.warnings))
+        warnings = (*left_out, *violations_from_proto(answer.warnings))
         return Checked(answer.base_id, answer.max_rank, warnings)
 
     async def _validate(
@@ -397,4 +397,4 @@ def _published(
     done: pb.FinishUploadResponse | pb.PublishAdapterResponse, left_out: Sequence[Violation] = ()
 ) -> Published:
     version = registry_wire.adapter_version(done.version)
-    return Published(version, done.created, (*left_out, *registry_wire.violations(done.warnings)))
+    return Published(version, done.created, (*left_out, *violations_from_proto(done.warnings)))

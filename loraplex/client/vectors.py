@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from loraplex.api.output import ServedBy, Usage
 from loraplex.api.pooling import Pooling
 from loraplex.api.request_wire import prompt_into
-from loraplex.api.wire import pooling_to_proto, served_by_from_proto, usage_from_proto
+from loraplex.api.wire import from_message, pooling_to_proto
 from loraplex.client.generation import Prompt
 from loraplex.client.generation_wire import to_prompt
 from loraplex.errors import InvalidRequest
@@ -87,18 +87,15 @@ def _fill(request: pb.EmbedRequest | pb.ScoreRequest, inputs: str | Sequence[Pro
 def embeddings(message: pb.EmbedResponse) -> Embeddings:
     """Vectors of a response."""
     vectors = tuple(tuple(embedding.values) for embedding in message.embeddings)
-    return Embeddings(
-        vectors, usage_from_proto(message.usage), served_by_from_proto(message.served_by)
-    )
+    return Embeddings(vectors, *_facts(message))
 
 
 def scores(message: pb.ScoreResponse) -> Scores:
     """Scores of a response."""
-    found = tuple(
-        Score(tuple(score.logits), tuple(score.probabilities), score.label)
-        for score in message.scores
-    )
+    found = tuple(from_message(score, Score) for score in message.scores)
     labels = tuple(message.labels)
-    return Scores(
-        found, labels, usage_from_proto(message.usage), served_by_from_proto(message.served_by)
-    )
+    return Scores(found, labels, *_facts(message))
+
+
+def _facts(message: pb.EmbedResponse | pb.ScoreResponse) -> tuple[Usage, ServedBy]:
+    return from_message(message.usage, Usage), from_message(message.served_by, ServedBy)

@@ -15,6 +15,7 @@ from loraplex.api import wire
 from loraplex.api.output import (
     Candidate,
     FinishReason,
+    PackedLogprobs,
     ServedBy,
     Timings,
     TokenLogprob,
@@ -150,7 +151,7 @@ def test_logprobs_cross_with_a_prompt_that_begins_without_one(entries: list[Toke
 def test_packed_logprobs_cross_however_a_prompt_was_cut(rows: list[list[Candidate]]) -> None:
     entries = [TokenLogprob(*own, tuple(top), rank) for rank, (own, *top) in enumerate(rows)]
     packed = packed_logprobs(entries[:2]).followed_by(packed_logprobs(entries[2:]))
-    packed = wire.packed_logprobs_from_proto(wire.packed_logprobs_to_proto(packed))
+    packed = wire.from_message(wire.to_message(packed, worker_pb2.PackedLogprobs), PackedLogprobs)
     assert packed.entries() == (None, *entries) and len(packed) == len(entries)
     of_older_worker = dataclasses.replace(packed, ranks=b"").scored()
     assert [entry.rank for entry in of_older_worker] == [0] * len(entries)
@@ -173,12 +174,13 @@ def test_poolings_cross_and_those_of_the_receiver_are_unspecified() -> None:
 
 
 def test_counts_times_and_what_ran_arrive_as_they_were_sent() -> None:
-    usage, timings = Usage(5, 7, 3), Timings(0.5, 0.25, 0.125)
-    assert wire.usage_from_proto(wire.usage_to_proto(usage)) == usage
-    assert usage.total_tokens == 12
-    assert wire.timings_from_proto(wire.timings_to_proto(timings)) == timings
-    served_by = ServedBy(("t/a:v1",), ("sha256:0",), "w", "base")
-    assert wire.served_by_from_proto(wire.served_by_to_proto(served_by)) == served_by
+    assert Usage(5, 7, 3).total_tokens == 12
+    for sent, message in (
+        (Usage(5, 7, 3), common_pb2.Usage),
+        (Timings(0.5, 0.25, 0.125), common_pb2.Timings),
+        (ServedBy(("t/a:v1",), ("sha256:0",), "w", "base"), inference_pb2.ServedBy),
+    ):
+        assert wire.from_message(wire.to_message(sent, message), type(sent)) == sent
 
 
 @pytest.mark.parametrize("tier", Tier)

@@ -20,8 +20,8 @@ from loraplex.api.error_wire import to_status
 from loraplex.api.output import RoutedExperts, RoutingShape
 from loraplex.api.wire import (
     logprobs_from_proto,
-    packed_logprobs_to_proto,
     routed_experts_to_proto,
+    to_message,
 )
 from loraplex.errors import LoraplexError
 from loraplex.v1 import common_pb2, worker_pb2, worker_pb2_grpc
@@ -293,7 +293,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
             num_top = request.sampling.prompt_logprobs
             entries = [_logprob(prompt_id, num_top) for prompt_id in request.prompt_ids[1:]]
             packed = packed_logprobs(logprobs_from_proto(entries))
-            event.prompt_logprobs.CopyFrom(packed_logprobs_to_proto(packed))
+            event.prompt_logprobs.CopyFrom(to_message(packed, worker_pb2.PackedLogprobs))
         if request.HasField("routed_from") and self.has_experts:
             end = len(request.prompt_ids) + live.position
             is_first = live.position == len(request.output_ids)

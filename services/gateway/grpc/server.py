@@ -19,12 +19,10 @@ from loraplex.api.wire import (
     finish_reason_to_proto,
     logprob_to_proto,
     routed_experts_to_proto,
-    served_by_to_proto,
-    timings_to_proto,
-    usage_to_proto,
+    to_message,
 )
 from loraplex.errors import InvalidRequest, LoraplexError
-from loraplex.v1 import inference_pb2, inference_pb2_grpc
+from loraplex.v1 import common_pb2, inference_pb2, inference_pb2_grpc
 from loraplex_services.common.callers import current_caller
 from loraplex_services.common.grpc import server as grpc_server
 from loraplex_services.gateway.grpc.vectors import (
@@ -183,7 +181,7 @@ class ResponseWriter:
         if text_delta.spans and is_other:
             self._digests[text_delta.index] = digests
             served_by = self._prepared.served_by(text_delta.worker_id, digests)
-            message.served_by.CopyFrom(served_by_to_proto(served_by))
+            message.served_by.CopyFrom(to_message(served_by, inference_pb2.ServedBy))
         if is_first:
             self._begin(message, text_delta)
         if text_delta.finish_reason is not None:
@@ -203,7 +201,7 @@ class ResponseWriter:
         self._begun.add(text_delta.index)
         if not message.HasField("served_by"):
             served_by = prepared.served_by(text_delta.worker_id)
-            message.served_by.CopyFrom(served_by_to_proto(served_by))
+            message.served_by.CopyFrom(to_message(served_by, inference_pb2.ServedBy))
         if prepared.resolved.echo:
             message.text = prepared.prompt_text() + message.text
         if text_delta.index == 0:
@@ -218,12 +216,12 @@ class ResponseWriter:
         if text_delta.stop_reason is not None:
             message.stop_reason = str(text_delta.stop_reason)
         if text_delta.timings is not None:
-            message.timings.CopyFrom(timings_to_proto(text_delta.timings))
+            message.timings.CopyFrom(to_message(text_delta.timings, common_pb2.Timings))
         self._num_finished += 1
         if self._num_finished == self._prepared.resolved.num_choices:
             if self._answers is not None:
                 self._prepared.usage.reasoning_tokens = self._answers.num_thought_tokens()
-            message.usage.CopyFrom(usage_to_proto(self._prepared.usage))
+            message.usage.CopyFrom(to_message(self._prepared.usage, common_pb2.Usage))
 
 
 def call_from_wire(

@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from loraplex.api.pooling import Pooling
 from loraplex.api.request import Prompt, TextPrompt
 from loraplex.api.request_wire import prompt_from_proto
-from loraplex.api.wire import pooling_from_proto, served_by_to_proto, usage_to_proto
+from loraplex.api.wire import pooling_from_proto, to_message
 from loraplex.errors import InvalidRequest
-from loraplex.v1 import inference_pb2
+from loraplex.v1 import common_pb2, inference_pb2
 from loraplex_services.common.callers import current_caller
 from loraplex_services.gateway.pipeline.embedding import NO_OUTPUT, Finish, Pooled
 from loraplex_services.gateway.pipeline.pooling import labels_of
@@ -87,21 +87,16 @@ def embed_response(pooled: Pooled) -> inference_pb2.EmbedResponse:
     """Vectors in input order."""
     return inference_pb2.EmbedResponse(
         embeddings=[inference_pb2.Embedding(values=vector) for vector in pooled.vectors],
-        usage=usage_to_proto(pooled.usage),
-        served_by=served_by_to_proto(pooled.served_by),
+        usage=to_message(pooled.usage, common_pb2.Usage),
+        served_by=to_message(pooled.served_by, inference_pb2.ServedBy),
     )
 
 
 def score_response(pooled: Pooled, scores: Sequence[PromptScore]) -> inference_pb2.ScoreResponse:
     """Scores in input order."""
     return inference_pb2.ScoreResponse(
-        scores=[
-            inference_pb2.Score(
-                logits=score.logits, probabilities=score.probabilities, label=score.label
-            )
-            for score in scores
-        ],
-        usage=usage_to_proto(pooled.usage),
+        scores=[to_message(score, inference_pb2.Score) for score in scores],
+        usage=to_message(pooled.usage, common_pb2.Usage),
         labels=labels_of(pooled.prepared[0].target.adapters[0]),
-        served_by=served_by_to_proto(pooled.served_by),
+        served_by=to_message(pooled.served_by, inference_pb2.ServedBy),
     )

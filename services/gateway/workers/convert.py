@@ -6,14 +6,13 @@ import json
 import math
 from dataclasses import replace
 
+from loraplex.api.output import PackedLogprobs, Timings
 from loraplex.api.request_wire import worker_request_to_proto
 from loraplex.api.wire import (
     finish_reason_from_proto,
+    from_message,
     logprobs_from_proto,
-    packed_logprobs_from_proto,
     routed_experts_from_proto,
-    same_message_fields,
-    timings_from_proto,
 )
 from loraplex.v1 import worker_pb2
 from loraplex_services.gateway.request import ServedModel, Tokens, WorkerJob
@@ -23,14 +22,14 @@ _MODEL_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty
 
 def base_from_wire(message: worker_pb2.GetModelResponse, now_unix_s: float) -> ServedModel:
     """The model of a worker."""
-    values = same_message_fields(message, ServedModel)
-    values |= {
-        "pad_token_id": message.pad_token_id if message.HasField("pad_token_id") else None,
-        "fingerprint": message.geometry.fingerprint,
-        "default_sampling": default_sampling(message.generation_config_json),
-        "created_unix_s": int(now_unix_s),
-    }
-    return ServedModel(**values)
+    return from_message(
+        message,
+        ServedModel,
+        pad_token_id=message.pad_token_id if message.HasField("pad_token_id") else None,
+        fingerprint=message.geometry.fingerprint,
+        default_sampling=default_sampling(message.generation_config_json),
+        created_unix_s=int(now_unix_s),
+    )
 
 
 def job_to_wire(job: WorkerJob, request_id: str, now_s: float) -> worker_pb2.WorkerRequest:
@@ -64,12 +63,12 @@ def tokens_from_wire(
         finish_reason=finish,
         stop_token_id=event.stop_token_id if event.HasField("stop_token_id") else None,
         prompt_logprobs=(
-            packed_logprobs_from_proto(event.prompt_logprobs)
+            from_message(event.prompt_logprobs, PackedLogprobs)
             if event.HasField("prompt_logprobs")
             else None
         ),
         cached_tokens=event.cached_tokens,
-        timings=timings_from_proto(event.timings) if finish is not None else None,
+        timings=from_message(event.timings, Timings) if finish is not None else None,
         worker_id=worker_id,
         digests=digests,
         pooled=tuple(event.pooled),

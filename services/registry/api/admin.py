@@ -7,8 +7,8 @@ import datetime
 from typing import Any
 
 from loraplex.api.fields import same_fields
-from loraplex.api.registry_wire import certificate_to_proto, tenant_to_proto
 from loraplex.api.tenants import TenantLimits
+from loraplex.api.wire import to_message
 from loraplex.errors import InvalidRequest, PermissionDenied
 from loraplex.refs import check_bare, check_tag, check_tenant, parse_name, parse_ref
 from loraplex.v1 import registry_pb2 as pb
@@ -134,7 +134,7 @@ class AdminService(registry_pb2_grpc.RegistryServiceServicer):
         await self._registry.certificates.keep(found.version, record)
         return pb.SetCertificateResponse(
             version=convert.resolved_to_proto(found),
-            certificate=certificate_to_proto(record),
+            certificate=to_message(record, pb.Certificate),
         )
 
     async def ListCertificates(
@@ -147,7 +147,7 @@ class AdminService(registry_pb2_grpc.RegistryServiceServicer):
         if not access.owns(found.version.tenant):
             records = [dataclasses.replace(record, creator="") for record in records]
         return pb.ListCertificatesResponse(
-            certificates=[certificate_to_proto(record) for record in records]
+            certificates=[to_message(record, pb.Certificate) for record in records]
         )
 
     async def CreateKey(self, request: pb.CreateKeyRequest, context: Any) -> pb.CreateKeyResponse:
@@ -317,7 +317,7 @@ class AdminService(registry_pb2_grpc.RegistryServiceServicer):
             used = await self._registry.catalog.usage(tenant)
         except CatalogDown:
             used = (0, 0)
-        return tenant_to_proto(record, *used)
+        return to_message(record, pb.Tenant, used_bytes=used[0], used_versions=used[1])
 
 
 def caller_access() -> Access:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
 from typing import Any
 
 from loraplex.adapter_format.pooling_fields import PoolingFields
@@ -14,10 +13,10 @@ from loraplex.api.format_wire import (
     adapter_pooling_to_proto,
     geometry_from_proto,
     geometry_to_proto,
-    violation_to_proto,
 )
 from loraplex.api.registry import Certificate
-from loraplex.api.registry_wire import certificate, targets_to_proto, tenant_limits
+from loraplex.api.registry_wire import targets_to_proto
+from loraplex.api.wire import from_message, to_message, violations_to_proto
 from loraplex.errors import InvalidRequest
 from loraplex.v1 import registry_pb2 as pb
 from loraplex_services.common.callers import current_caller
@@ -88,7 +87,7 @@ def version_to_proto(
     if record.labels:
         message.labels.update(record.labels)
     if record.warnings:
-        message.warnings.extend(map(violation_to_proto, record.warnings))
+        message.warnings.extend(violations_to_proto(record.warnings))
     if record.signers:
         message.signers.extend(record.signers)
     if record.eos_token_ids:
@@ -223,8 +222,9 @@ def signature_to_proto(record: SignatureRecord) -> pb.Signature:
 
 def certificate_from_proto(message: pb.Certificate, access: Access) -> Certificate:
     """A certificate as it was sent, now. Its numbers are checked where it is stored."""
-    return replace(
-        certificate(message),
+    return from_message(
+        message,
+        Certificate,
         creator=access.actor,
         created_unix_s=now_s(),
         by_operator=access.sees_all,
@@ -232,15 +232,7 @@ def certificate_from_proto(message: pb.Certificate, access: Access) -> Certifica
 
 
 def audit_to_proto(record: AuditRecord) -> pb.AuditEntry:
-    return pb.AuditEntry(
-        time_unix_s=record.time_s,
-        actor=record.actor,
-        tenant=record.tenant,
-        action=record.action,
-        subject=record.subject,
-        digest=record.digest,
-        details=record.details,
-    )
+    return to_message(record, pb.AuditEntry, time_unix_s=record.time_s)
 
 
 def key_to_proto(record: KeyRecord) -> pb.Key:
@@ -256,13 +248,9 @@ def key_to_proto(record: KeyRecord) -> pb.Key:
 
 
 def tenant_from_proto(message: pb.Tenant) -> TenantRecord:
-    """A fairness weight of 0 stays 0. Raises InvalidRequest for keys that are none."""
-    limits = TenantRecord(**tenant_limits(message))
-    return replace(
-        limits,
-        fairness_weight=message.fairness_weight,
-        signature_keys=checked_keys(message.signature_keys),
-    )
+    """Raises InvalidRequest for signature keys that are not EC public keys in PEM."""
+    keys = checked_keys(message.signature_keys)
+    return from_message(message, TenantRecord, signature_keys=keys)
 
 
 def page_token(cursor: Cursor | None) -> str:

@@ -12,7 +12,8 @@ from loraplex.adapter_format import File
 from loraplex.adapter_format.files import check_files
 from loraplex.adapter_format.findings import Findings
 from loraplex.adapter_format.serving_fields import ROPE_FIELD, complete_config
-from loraplex.api.format_wire import files_from_proto, violation_to_proto
+from loraplex.api.format_wire import files_from_proto
+from loraplex.api.wire import violations_to_proto
 from loraplex.errors import DeadlineExceeded, InvalidAdapter, InvalidRequest
 from loraplex.refs import parse_ref
 from loraplex.v1 import registry_pb2 as pb
@@ -134,7 +135,7 @@ class PublishService(AdminService):
         return pb.FinishUploadResponse(
             version=await self._published(done, options),
             created=done.created,
-            warnings=[violation_to_proto(warning) for warning in done.version.warnings],
+            warnings=violations_to_proto(done.version.warnings),
         )
 
     async def PublishAdapter(
@@ -161,7 +162,7 @@ class PublishService(AdminService):
         return pb.PublishAdapterResponse(
             version=await self._published(done, asked.options),
             created=done.created,
-            warnings=[violation_to_proto(warning) for warning in done.version.warnings],
+            warnings=violations_to_proto(done.version.warnings),
         )
 
     async def _has_room(self, asked: _AskedUpload, access: Access) -> bool:
@@ -218,7 +219,7 @@ class PublishService(AdminService):
             wanted,
         )
         return pb.ValidateAdapterResponse(
-            warnings=[violation_to_proto(warning) for warning in warnings],
+            warnings=violations_to_proto(warnings),
             base_id=base.base_id,
             max_rank=report.max_rank,
         )

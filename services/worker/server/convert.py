@@ -8,12 +8,11 @@ from loraplex.api.wire import (
     finish_reason_to_proto,
     load_to_proto,
     logprob_to_proto,
-    packed_logprobs_to_proto,
     residency_to_proto,
     routed_experts_to_proto,
-    timings_to_proto,
+    to_message,
 )
-from loraplex.v1 import worker_pb2
+from loraplex.v1 import common_pb2, worker_pb2
 from loraplex_services.worker.config import WorkerConfig
 from loraplex_services.worker.server.base_files import TokenizerBundle
 from loraplex_services.worker.server.sessions import StepNews
@@ -59,11 +58,12 @@ def _write(event: worker_pb2.TokenEvent, request_id: str, output: TokenOutput) -
     if output.pooled:
         event.pooled.extend(output.pooled)
     if output.prompt_logprobs is not None:
-        event.prompt_logprobs.CopyFrom(packed_logprobs_to_proto(output.prompt_logprobs))
+        packed = to_message(output.prompt_logprobs, worker_pb2.PackedLogprobs)
+        event.prompt_logprobs.CopyFrom(packed)
     if output.routed_experts is not None:
         event.routed_experts.CopyFrom(routed_experts_to_proto(output.routed_experts))
     if output.timings is not None:
-        event.timings.CopyFrom(timings_to_proto(output.timings))
+        event.timings.CopyFrom(to_message(output.timings, common_pb2.Timings))
 
 
 def status_to_wire(news: StatusNews, config: WorkerConfig) -> worker_pb2.WatchStatusResponse:
