@@ -146,7 +146,7 @@ class KeptPrefix:
 BASE_ONLY = AdapterSet()
 """No adapters."""
 BACKGROUND_PRIORITY = (1 << 31) - 1
-"""Requests with the last of all priorities, such as those of batches, give way to the requests of
+"""Requests with the last of all priorities, such as the lines of batch jobs, give way to those of
 all tenants."""
 
 

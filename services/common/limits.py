@@ -263,12 +263,12 @@ MAX_STORED_RESPONSE_BYTES_PER_TENANT = 16 * MIB
 MAX_HISTORY_RESPONSES = 1024
 """Most stored responses of one conversation."""
 MAX_RESPONSE_METADATA = 16
-"""Most entries of `metadata` of a response or a batch, with keys of 64 and values of 512
+"""Most entries of `metadata` of a response or a batch job, with keys of 64 and values of 512
 characters."""
 MAX_FILE_BYTES = 200 * MIB
-"""Most bytes of a file for a batch."""
+"""Most bytes of a file for a batch job."""
 MAX_STORED_FILE_BYTES_PER_TENANT = 10240 * MIB
-"""Most bytes of all files of a tenant. Results of batches count, but are stored even beyond it."""
+"""Most bytes of all files of a tenant. Results of batch jobs count, but are stored beyond it."""
 MAX_FILES_PER_TENANT = 10_000
 MAX_FILE_UPLOADS = 16
 """Most uploads of files that one gateway receives at the same time; each takes up to 16 MiB of
@@ -280,25 +280,25 @@ memory."""
 MAX_FILE_DOWNLOADS_PER_TENANT = 16
 """As many more may wait."""
 OBJECTS_PER_CALL = 20
-"""Files or batches of a tenant that a call looks at. It counts as one more call for each of these,
-at most as `CALL_BURST`."""
+"""Files or batch jobs of a tenant that a call looks at. It counts as one more call for each of
+these, at most as `CALL_BURST`."""
 MAX_FILE_S = 900
 """Longest time in seconds for a file to arrive."""
 MAX_FILE_IDLE_S = 30
 """Longest time in seconds between two parts of a file."""
 MAX_BATCH_LINES = 50_000
-"""Most requests of a batch."""
+"""Most requests of a batch job."""
 MAX_CUSTOM_ID_CHARS = 512
 MAX_UNFINISHED_BATCHES_PER_TENANT = 100
 MAX_BATCHES_PER_TENANT = 10_000
-"""Most batches of a tenant that are kept. A new one replaces the oldest that has ended."""
+"""Most batch jobs of a tenant that are kept. A new one replaces the oldest that has ended."""
 MAX_RUNNING_BATCHES = 64
-"""Most batches that one gateway runs at the same time; others wait or run at another gateway."""
+"""Most batch jobs that one gateway runs at a time; others wait or run at another gateway."""
 MAX_RUNNING_BATCHES_PER_TENANT = 4
 MAX_BATCH_LINES_IN_FLIGHT = 256
-"""Most requests of one batch that are sent at the same time."""
+"""Most requests of one batch job that are sent at the same time."""
 MAX_BATCH_BYTES_IN_FLIGHT = 16 * MIB
-"""Most bytes of the requests of batches that one gateway has sent and that have no answer yet."""
+"""Most bytes of the lines of batch jobs that one gateway has sent and that have no answer yet."""
 MAX_FORM_PARTS = 16
 MAX_FORM_VALUE_BYTES = 1 * KIB
 """Most bytes of a field of a form that is not a file."""

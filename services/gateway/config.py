@@ -48,7 +48,7 @@ class GatewayConfig:
     lora_root: Path | None = None
     """Folder from which `/v1/load_lora_adapter` may publish; None = the call is not served."""
     objects_url: str = ""
-    """Object store for files and batches; "" = neither is served."""
+    """Object store for files and batch jobs; "" = neither is served."""
     metadata_url: str = ""
     """Redis that several gateways share; "" = this is the only gateway."""
 

@@ -50,14 +50,14 @@ ADAPTER_TOKENS = Counter(
     "Tokens by adapter; adapters beyond the first hundred share one label.",
     ["adapter", "kind"],
 )
-BATCHES = Counter("loraplex_gateway_batches_total", "Ended batches by status.", ["status"])
+BATCHES = Counter("loraplex_gateway_batches_total", "Ended batch jobs by status.", ["status"])
 BATCH_REQUESTS = Counter(
     "loraplex_gateway_batch_requests_total",
-    "Requests of batches that got a result, by outcome; those of batches that ended early are "
+    "Requests of batch jobs that got a result, by outcome; those of jobs that ended early are "
     "skipped.",
     ["outcome"],
 )
-RUNNING_BATCHES = Gauge("loraplex_gateway_running_batches", "Batches that this gateway runs.")
+RUNNING_BATCHES = Gauge("loraplex_gateway_running_batches", "Batch jobs that this gateway runs.")
 FILE_BYTES = Counter(
     "loraplex_gateway_file_bytes_total",
     "Bytes of files that clients uploaded (in) and read (out).",

@@ -126,7 +126,7 @@ OBJECTS: Setting[str] = Setting(
     "",
     "registry gateway worker",
     "Object store: file:///path or s3://bucket/prefix. A gateway without it serves no files and "
-    "batches.",
+    "batch jobs.",
 )
 METADATA = text_setting(
     "LORAPLEX_METADATA",

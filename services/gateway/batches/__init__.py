@@ -1,1 +1,1 @@
-"""Files and batches of tenants, kept in the object store."""
+"""Files and batch jobs of tenants, kept in the object store."""

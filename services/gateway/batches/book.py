@@ -1,4 +1,4 @@
-"""Creates, finds, lists and changes batches."""
+"""Creates, finds, lists and changes batch jobs."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ Step = Callable[[BatchRecord], BatchRecord | None]
 
 
 class BatchBook:
-    """The batches of all tenants in the object store."""
+    """The batch jobs of all tenants in the object store."""
 
     def __init__(self, storage: Storage) -> None:
         self._storage = storage
 
     async def create(self, record: BatchRecord, keys: Sequence[str]) -> None:
-        """Store a new batch, for any gateway to run. It takes the place of the oldest one if its
-        tenant has as many documents, `keys`, as are kept.
+        """Store a new batch job, for any gateway to run. It takes the place of the oldest one if
+        its tenant has as many documents, `keys`, as are kept.
 
         Raises: ResourceExhausted if its tenant has too many that have not ended.
         """
@@ -34,23 +34,23 @@ class BatchBook:
         unfinished = await self.unfinished(record.tenant)
         if len(unfinished) >= MAX_UNFINISHED_BATCHES_PER_TENANT:
             raise ResourceExhausted(
-                f"tenant {record.tenant!r} has {len(unfinished)} batches that have not ended, "
+                f"tenant {record.tenant!r} has {len(unfinished)} batch jobs that have not ended, "
                 "which is the limit; wait for some or cancel them",
                 reason="TOO_MANY_BATCHES",
             )
         await self._forget_oldest(keys, {batch_id for _, batch_id in unfinished})
-        # In this order a killed gateway leaves no batch that nobody would run.
+        # In this order a killed gateway leaves no batch job that nobody would run.
         await store.put(layout.unfinished(record.tenant, record.batch_id), b"{}")
         key = layout.batch_document(record.tenant, record.batch_id)
         await store.put(key, documents.encode(record))
 
     async def find(self, tenant: str, batch_id: str) -> StoredDocument[BatchRecord] | None:
-        """The batch and its etag, or None."""
+        """The batch job and its etag, or None."""
         store = await self._storage.store()
         return await documents.find(store, layout.batch_document(tenant, batch_id), BatchRecord)
 
     async def get(self, tenant: str, batch_id: str) -> BatchRecord:
-        """Raises: NotFound if the tenant has no such batch."""
+        """Raises: NotFound if the tenant has no such batch job."""
         found = None
         if layout.is_batch_id(batch_id):
             found = await self.find(tenant, batch_id)
@@ -59,18 +59,18 @@ class BatchBook:
         return found.record
 
     async def documents(self, tenant: str) -> list[str]:
-        """The keys of the documents of the tenant's batches, in order of time."""
+        """The keys of the documents of the tenant's batch jobs, in order of time."""
         store = await self._storage.store()
         return [info.key async for info in store.list_objects(layout.batch_documents(tenant))]
 
     async def listed(self, keys: Sequence[str]) -> AsyncGenerator[BatchRecord]:
-        """The batches with these documents, as far as they can be read."""
+        """The batch jobs with these documents, as far as they can be read."""
         store = await self._storage.store()
         async for record in documents.stream(store, keys, BatchRecord):
             yield record
 
     async def unfinished(self, tenant: str = "") -> list[tuple[str, str]]:
-        """Tenants and ids of batches that have not ended; of one tenant if it is given."""
+        """Tenants and ids of batch jobs that have not ended; of one tenant if it is given."""
         store = await self._storage.store()
         prefix = layout.unfinished_of(tenant) if tenant else layout.UNFINISHED
         keys = [info.key async for info in store.list_objects(prefix)]
@@ -78,12 +78,12 @@ class BatchBook:
         return [(owner, batch_id) for owner, _, batch_id in pairs]
 
     async def forget(self, tenant: str, batch_id: str) -> None:
-        """Say that no gateway need look at a batch any more."""
+        """Say that no gateway need look at a batch job any more."""
         store = await self._storage.store()
         await store.delete(layout.unfinished(tenant, batch_id))
 
     async def change(self, tenant: str, batch_id: str, step: Step) -> BatchRecord | None:
-        """Replace a batch by `step(current)`, as in `documents.change`; None if there is none.
+        """Replace a batch job by `step(current)`, as in `documents.change`; None if there is none.
 
         `step` may run once more after it has had its effect, if the store cannot tell.
         """
@@ -96,18 +96,18 @@ class BatchBook:
         return await documents.change(store, key, BatchRecord, changed)
 
     async def cancel(self, tenant: str, batch_id: str) -> BatchRecord:
-        """End a batch; its owner notices. Raises: NotFound, Conflict if it is too late."""
+        """End a batch job; its owner notices. Raises: NotFound, Conflict if it is too late."""
         if not layout.is_batch_id(batch_id):
             raise _not_found(batch_id)
         record = await self.change(tenant, batch_id, cancelled)
         if record is None:
             raise _not_found(batch_id)
         if record.status != CANCELLING:
-            raise Conflict(f"the batch is {record.status} and cannot be cancelled")
+            raise Conflict(f"the batch job is {record.status} and cannot be cancelled")
         return record
 
     async def input_of(self, tenant: str, file_id: str) -> str:
-        """The id of a batch that has not ended and reads a file; "" if there is none."""
+        """The id of a batch job that has not ended and reads a file; "" if there is none."""
         names = await self.unfinished(tenant)
         async for record in self.listed([layout.batch_document(*name) for name in names]):
             if not record.has_ended and record.input_file_id == file_id:
@@ -115,7 +115,7 @@ class BatchBook:
         return ""
 
     async def _forget_oldest(self, keys: Sequence[str], unfinished: Collection[str]) -> None:
-        """Delete the oldest documents of ended batches until one more is within the limit."""
+        """Delete the oldest documents of ended batch jobs until one more is within the limit."""
         surplus = len(keys) + 1 - MAX_BATCHES_PER_TENANT
         if surplus <= 0:
             return
@@ -126,5 +126,5 @@ class BatchBook:
 
 
 def _not_found(batch_id: str) -> NotFound:
-    why = "no such batch; those that ended a month ago are no longer kept"
+    why = "no such batch job; those that ended a month ago are no longer kept"
     return NotFound.field("batch_id", batch_id[:80], why, reason="BATCH_NOT_FOUND")

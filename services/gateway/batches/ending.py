@@ -1,4 +1,4 @@
-"""Puts the results of a batch together and ends it.
+"""Puts the results of a batch job together and ends it.
 
 The files' ids are stored first, and results do not change. Whoever repeats the work after a crash
 therefore writes the same bytes to the same offsets.
@@ -33,7 +33,7 @@ async def end_batch(
     record: BatchRecord,
     save: Callable[[Step], Awaitable[BatchRecord]],
 ) -> None:
-    """Write the output and the error file, and give the batch its last status.
+    """Write the output and the error file, and give the batch job its last status.
 
     Raises: what `save` raises, ObjectStoreError.
     """
@@ -73,7 +73,7 @@ async def end_batch(
 
 
 async def delete_results(store: ObjectStore, record: BatchRecord) -> None:
-    """Delete the results of a batch that has ended."""
+    """Delete the results of a batch job that has ended."""
     infos = await results.stored_results(store, record)
     for start in range(0, len(infos), _DELETES_AT_ONCE):
         part = infos[start : start + _DELETES_AT_ONCE]

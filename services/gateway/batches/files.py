@@ -29,7 +29,7 @@ _READ_BYTES = 1 << 20
 """Bytes that a download holds in memory until its reader has taken them."""
 
 FilePurpose = Literal["batch", "batch_output"]
-"""`batch` = lines of a batch, `batch_output` = its results or errors."""
+"""`batch` = lines of a batch job, `batch_output` = its results or errors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class FileRecord:
 
 @dataclass(frozen=True, slots=True)
 class StoredFiles:
-    """The files that a tenant stores, results of batches included."""
+    """The files that a tenant stores, results of batch jobs included."""
 
     tenant: str
     num_files: int

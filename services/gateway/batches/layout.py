@@ -2,8 +2,8 @@
 
 files/<tenant>/documents/<file id>.json        what a file is; it exists as long as this does
 files/<tenant>/contents/<file id>/<%06d>       its bytes, in segments of one size
-batches/<tenant>/documents/<batch id>.json     what a batch is and how far it is
-batches/<tenant>/results/<batch id>/<%06d>     the result of one line, until the batch has ended
+batches/<tenant>/documents/<batch id>.json     what a batch job is and how far it is
+batches/<tenant>/results/<batch id>/<%06d>     the result of one line, until the batch job has ended
 unfinished-batches/<tenant>/<batch id>         says that a gateway must look at it
 """
 
@@ -52,7 +52,7 @@ def segment(tenant: str, file_id: str, index: int) -> str:
 
 
 def batch_documents(tenant: str) -> str:
-    """Prefix of the documents of a tenant's batches."""
+    """Prefix of the documents of a tenant's batch jobs."""
     return f"{BATCHES}{tenant}/documents/"
 
 
@@ -61,7 +61,7 @@ def batch_document(tenant: str, batch_id: str) -> str:
 
 
 def results(tenant: str, batch_id: str) -> str:
-    """Prefix of the results of one batch."""
+    """Prefix of the results of one batch job."""
     return f"{BATCHES}{tenant}/results/{batch_id}/"
 
 
@@ -70,7 +70,7 @@ def result(tenant: str, batch_id: str, index: int) -> str:
 
 
 def unfinished_of(tenant: str) -> str:
-    """Prefix of a tenant's unfinished batches."""
+    """Prefix of a tenant's unfinished batch jobs."""
     return f"{UNFINISHED}{tenant}/"
 
 
@@ -79,5 +79,5 @@ def unfinished(tenant: str, batch_id: str) -> str:
 
 
 def id_of_document(key: str) -> str:
-    """The id of the file or batch that a document describes."""
+    """The id of the file or batch job that a document describes."""
     return key.rpartition("/")[2].removesuffix(".json")

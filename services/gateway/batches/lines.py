@@ -1,4 +1,4 @@
-"""The lines of a batch's input: JSON objects with custom_id, method, url and body."""
+"""The lines of a batch job's input: JSON objects with custom_id, method, url and body."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def _lines_of(data: bytes) -> Iterator[bytes]:
 
 
 class CustomIds:
-    """The custom_ids of the lines of one batch. Those that a tenant may send take 100 MB, and their
+    """The custom_ids of the lines of a batch job. Those that a tenant may send take 100 MB, their
     digests 5."""
 
     def __init__(self) -> None:
@@ -82,7 +82,7 @@ def read_line(index: int, fields: dict[str, Any], endpoint: str) -> Line:
     if fields.get("method") != "POST":
         return wrong_line(index, "invalid_method", "method must be POST", custom_id)
     if fields.get("url") != endpoint:
-        why = f"url must be the endpoint of the batch, {endpoint}"
+        why = f"url must be the endpoint of the batch job, {endpoint}"
         return wrong_line(index, "mismatched_url", why, custom_id)
     body = fields.get("body")
     if not isinstance(body, dict):

@@ -1,4 +1,4 @@
-"""Decides when the next line of a batch is sent: tenants take turns, and memory is bounded."""
+"""Decides when the next line of a batch job is sent: tenants take turns, and memory is bounded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A batch as it is stored. One gateway at a time owns and runs it.
+"""A batch job as it is stored. One gateway at a time owns and runs it.
 
 Its owner renews the document every few seconds. A gateway that sees it unchanged for longer than a
 lease takes over, by compare-and-set. Should the former owner go on, it does no harm: of two results
@@ -51,7 +51,7 @@ class Counts:
 
 @dataclass(frozen=True, slots=True)
 class BatchError:
-    """Why a whole batch failed, or one line of it."""
+    """Why a whole batch job failed, or one line of it."""
 
     code: str
     message: str
@@ -59,7 +59,7 @@ class BatchError:
 
 @dataclass(frozen=True, slots=True)
 class BatchRecord:
-    """The document of a batch, with its progress. Times are unix seconds; 0 = not yet."""
+    """The document of a batch job, with its progress. Times are unix seconds; 0 = not yet."""
 
     batch_id: str
     tenant: str
@@ -83,7 +83,7 @@ class BatchRecord:
     counts: Counts = field(default_factory=Counts)
     output_file_id: str = ""
     error_file_id: str = ""
-    """Both are chosen when results are put together, and shown when the batch has ended."""
+    """Both are chosen when results are put together, and shown when the batch job has ended."""
     errors: tuple[BatchError, ...] = ()
     in_progress_s: int = 0
     finalizing_s: int = 0
@@ -107,12 +107,12 @@ def new_batch_id() -> str:
 
 
 def now_s() -> int:
-    """Unix time in whole seconds, as batches have it."""
+    """Unix time in whole seconds, as batch jobs have it."""
     return int(time.time())
 
 
 def cancelled(record: BatchRecord) -> BatchRecord | None:
-    """The batch once its tenant wants it to end; None if that changes nothing."""
+    """The batch job once its tenant wants it to end; None if that changes nothing."""
     if record.status in (CANCELLING, FINALIZING) or record.has_ended:
         return None
     return replace(record, status=CANCELLING, ending=CANCELLED, cancelling_s=now_s())

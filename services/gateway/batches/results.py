@@ -144,7 +144,7 @@ async def store_result(store: ObjectStore, record: BatchRecord, line: Line, resu
 
 
 async def stored_results(store: ObjectStore, record: BatchRecord) -> list[ObjectInfo]:
-    """The objects of a batch's results, in the order of its lines."""
+    """The objects of a batch job's results, in the order of its lines."""
     prefix = layout.results(record.tenant, record.batch_id)
     return [info async for info in store.list_objects(prefix)]
 

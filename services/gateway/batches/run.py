@@ -1,6 +1,6 @@
-"""Runs one batch: keeps the ownership, sends the lines, and ends it.
+"""Runs one batch job: keeps the ownership, sends the lines, and ends it.
 
-Every step can be repeated. A gateway that takes a batch over reads the input from the beginning,
+Every step can be repeated. A gateway that takes a batch job over reads the input from the start,
 leaves out the lines that have a result, and goes on.
 """
 
@@ -43,11 +43,11 @@ _LINES_AT_ONCE = 1000
 
 
 class LostBatch(Exception):
-    """Another gateway owns the batch now."""
+    """Another gateway owns the batch job now."""
 
 
 class BatchRun:
-    """One batch at its owner."""
+    """One batch job at its owner."""
 
     def __init__(self, context: RunContext, record: BatchRecord) -> None:
         """`record` names this gateway as the owner."""
@@ -55,7 +55,7 @@ class BatchRun:
         self._record = record
         self._sender = LineSender(context, record)
         self.nudged = asyncio.Event()
-        """Set when the batch was changed and is to be looked at soon."""
+        """Set when the batch job was changed and is to be looked at soon."""
 
     async def run(self) -> None:
         """Run it to its end. Raises: LostBatch, LoraplexError; its owner may run it again."""
@@ -82,10 +82,10 @@ class BatchRun:
             except ObjectStoreError as error:
                 # Results that come in the meantime wait to be stored. Perhaps another gateway
                 # takes over, which does no harm.
-                logger.warning("batch not renewed", extra={"problem": error.message})
+                logger.warning("batch job not renewed", extra={"problem": error.message})
 
     async def _look(self) -> None:
-        """Renew the ownership, and stop sending lines if the batch is to end."""
+        """Renew the ownership, and stop sending lines if the batch job is to end."""
         await self._save(self._renewed)
         record = self._record
         if record.status == FINALIZING:
@@ -103,13 +103,13 @@ class BatchRun:
                 pass  # the registry is away; what was valid stays so for now
 
     def _renewed(self, record: BatchRecord) -> BatchRecord:
-        """The batch with the newest counts. In the end they are counted anew."""
+        """The batch job with the newest counts. In the end they are counted anew."""
         if record.status not in (IN_PROGRESS, CANCELLING):
             return record
         return replace(record, counts=self._sender.counts)
 
     async def _save(self, step: Step) -> BatchRecord:
-        """Change the stored batch and return it. Raises: LostBatch if another gateway owns it."""
+        """Change the stored job and return it. Raises: LostBatch if another gateway owns it."""
 
         def owned(record: BatchRecord) -> BatchRecord | None:
             if record.owner != self._context.gateway_id or record.has_ended:
@@ -125,7 +125,7 @@ class BatchRun:
         return saved
 
     async def _end_as(self, ending: Ending, *errors: BatchError) -> None:
-        """Decide how the batch ends, unless that is decided, and send no more lines."""
+        """Decide how the batch job ends, unless that is decided, and send no more lines."""
         record = await self._save(lambda record: _ending(record, ending, *errors))
         self._sender.stop(record.ending)
 
@@ -138,7 +138,7 @@ class BatchRun:
         await end_batch(self._context.files, store, self._record, self._save)
 
     async def _validate(self) -> None:
-        """Count the lines, which says whether the file can be a batch."""
+        """Count the lines, which says whether the file can be a batch job."""
         num_lines, error = 0, None
         try:
             async with self._lines() as lines:
@@ -176,7 +176,7 @@ class BatchRun:
     async def _lines(self) -> AsyncGenerator[AsyncGenerator[bytes | None]]:
         """The raw lines of the input. Raises: NotFound if it is gone."""
         record, files = self._record, self._context.files
-        # An expired file still has its bytes while a batch may read it.
+        # An expired file still has its bytes while a batch job may read it.
         file = await files.get(record.tenant, record.input_file_id, even_expired=True)
         async with (
             aclosing(files.read(file)) as chunks,
@@ -186,5 +186,5 @@ class BatchRun:
 
 
 def _ending(record: BatchRecord, ending: Ending, *errors: BatchError) -> BatchRecord:
-    """The batch once it is decided how it ends, unless that was decided before."""
+    """The batch job once it is decided how it ends, unless that was decided before."""
     return record if record.ending else replace(record, ending=ending, errors=errors)

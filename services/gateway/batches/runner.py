@@ -1,6 +1,6 @@
-"""Finds batches that nobody runs, and runs them.
+"""Finds batch jobs that nobody runs, and runs them.
 
-Every gateway looks at all unfinished batches. One that has no owner is claimed at once. One whose
+Every gateway looks at all unfinished batch jobs. One without an owner is claimed at once. One whose
 document has not changed for a lease, by this gateway's own clock, has lost its owner.
 """
 
@@ -29,36 +29,36 @@ logger = logging.getLogger(__name__)
 LEASE_S = 20.0
 POLL_S = 5.0
 _EMPTY_S = 600.0
-"""A batch that has no document for this long never gets one: its gateway died."""
+"""A batch job that has no document for this long never gets one: its gateway died."""
 _CLOSE_S = 5.0
 _RETRY_S = 30.0
 _DAMAGED = "damaged"
 """Stands for the etag of a document that cannot be read."""
 
 Name = tuple[str, str]
-"""Tenant and id of a batch."""
+"""Tenant and id of a batch job."""
 
 
 class BatchRunner:
-    """Runs batches at one gateway."""
+    """Runs batch jobs at one gateway."""
 
     def __init__(self, context: RunContext) -> None:
         self._context = context
         self._runs: dict[Name, tuple[BatchRun, asyncio.Task[None]]] = {}
         self._seen: dict[Name, tuple[str, float]] = {}
-        """The etag of a batch that somebody else runs, and since when it has it; "" for one without
-        a document, and `_DAMAGED`."""
+        """The etag of a batch job that another gateway runs, and since when it has it; "" for a job
+        without a document, and `_DAMAGED`."""
         self._woken = asyncio.Event()
         self._is_closing = False
 
     async def run(self) -> None:
-        """Look for batches until `close`, or until cancelled."""
+        """Look for batch jobs until `close`, or until cancelled."""
         while not self._is_closing:
             wait_s = POLL_S
             try:
                 await self._look()
             except LoraplexError as error:
-                logger.warning("looking for batches failed", extra={"problem": error.message})
+                logger.warning("looking for batch jobs failed", extra={"problem": error.message})
                 wait_s = _RETRY_S
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(wait_s):
@@ -66,14 +66,14 @@ class BatchRunner:
             self._woken.clear()
 
     def wake(self, tenant: str, batch_id: str) -> None:
-        """A batch was created or cancelled here: look at it soon."""
+        """A batch job was created or cancelled here: look at it soon."""
         if (tenant, batch_id) in self._runs:
             self._runs[tenant, batch_id][0].nudged.set()
         else:
             self._woken.set()
 
     async def close(self) -> None:
-        """End all runs and leave their batches to other gateways."""
+        """End all runs and leave their batch jobs to other gateways."""
         self._is_closing = True
         runs = dict(self._runs)
         for _, task in runs.values():
@@ -98,7 +98,8 @@ class BatchRunner:
                 record = await self._claimed(name)
             except DataLoss as error:  # It must not keep others from being run.
                 if self._is_new(name, _DAMAGED):
-                    logger.error("a damaged batch was skipped", extra={"problem": error.message})
+                    facts = {"problem": error.message}
+                    logger.error("a damaged batch job was skipped", extra=facts)
                 continue
             if record is not None and self._is_closing:
                 await self._release(name)
@@ -107,7 +108,7 @@ class BatchRunner:
                 self._start(record)
 
     async def _claimed(self, name: Name) -> BatchRecord | None:
-        """The batch, if this gateway owns it from now on."""
+        """The batch job, if this gateway owns it from now on."""
         found = await self._context.book.find(*name)
         if found is None:
             if self._is_stale(name, "", _EMPTY_S):
@@ -130,15 +131,15 @@ class BatchRunner:
             return None
         if record.owner:
             facts = {"batch_id": record.batch_id, "from": record.owner}
-            logger.warning("batch taken over", extra=facts)
+            logger.warning("batch job taken over", extra=facts)
         return claimed
 
     def _is_stale(self, name: Name, etag: str, lease_s: float) -> bool:
-        """Whether a batch has had this etag for longer than a lease."""
+        """Whether a batch job has had this etag for longer than a lease."""
         return not self._is_new(name, etag) and now_s() - self._seen[name][1] > lease_s
 
     def _is_new(self, name: Name, etag: str) -> bool:
-        """Whether a batch did not have this etag when it was last looked at. Notes that it has."""
+        """Whether a batch job had another etag when it was last looked at. Notes this one."""
         if name in self._seen and self._seen[name][0] == etag:
             return False
         self._seen[name] = etag, now_s()
@@ -158,21 +159,21 @@ class BatchRunner:
         self._woken.set()
 
     async def _run(self, run: BatchRun, record: BatchRecord) -> None:
-        """Run a batch to its end. After a failure its lease runs out, and it is run again."""
+        """Run a batch job to its end. After a failure its lease runs out, and it is run again."""
         facts = {"batch_id": record.batch_id, "tenant": record.tenant}
         try:
             await run.run()
             await self._forget(record)
-            logger.info("batch ended", extra=facts)
+            logger.info("batch job ended", extra=facts)
         except LostBatch:
-            logger.warning("batch lost to another gateway", extra=facts)
+            logger.warning("batch job lost to another gateway", extra=facts)
         except LoraplexError as error:
-            logger.warning("batch interrupted", extra={**facts, "problem": error.message})
+            logger.warning("batch job interrupted", extra={**facts, "problem": error.message})
         except Exception:
-            logger.exception("batch interrupted", extra=facts)
+            logger.exception("batch job interrupted", extra=facts)
 
     async def _forget(self, record: BatchRecord) -> None:
-        """Clean up after a batch that has ended."""
+        """Clean up after a batch job that has ended."""
         await delete_results(await self._context.storage.store(), record)
         await self._context.book.forget(record.tenant, record.batch_id)
 

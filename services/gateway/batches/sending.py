@@ -1,4 +1,4 @@
-"""Gets every line of a batch a result: sends it, perhaps again, and stores what comes back."""
+"""Gets every line of a batch job a result: sends it, perhaps again, and stores what comes back."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ from loraplex_services.gateway.metrics import BATCH_REQUESTS
 logger = logging.getLogger(__name__)
 
 _MAX_ATTEMPTS = 3
-"""Of a line that a server failed. One that came at a bad time is sent until the batch expires."""
+"""Of a line that a server failed. One that came at a bad time is sent until the job expires."""
 _MAX_WAIT_S = 30.0
 _STORE_RETRY_S = 1.0
 _SKIPPED: Mapping[str, BatchError] = {
-    CANCELLED: BatchError("batch_cancelled", "the batch was cancelled before this request ended"),
-    EXPIRED: BatchError("batch_expired", "the batch expired before this request ended"),
-    FAILED: BatchError("batch_failed", "the batch failed before this request ended"),
+    CANCELLED: BatchError("batch_cancelled", "its batch job was cancelled before it ended"),
+    EXPIRED: BatchError("batch_expired", "its batch job expired before it ended"),
+    FAILED: BatchError("batch_failed", "its batch job failed before it ended"),
 }
 
 
@@ -70,7 +70,7 @@ class RunContext:
 
 
 class LineSender:
-    """The lines of one batch at its owner."""
+    """The lines of one batch job at its owner."""
 
     def __init__(self, context: RunContext, record: BatchRecord) -> None:
         self._context = context

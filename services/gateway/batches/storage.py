@@ -18,7 +18,7 @@ class Storage:
         self._proving = asyncio.Lock()
 
     async def store(self) -> ObjectStore:
-        """The store, once it was seen to keep the promises that batches rest on.
+        """The store, once it was seen to keep the promises that batch jobs rest on.
 
         Raises: ObjectStoreError, UnsafeStore. A later call tries again.
         """

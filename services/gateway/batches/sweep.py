@@ -1,4 +1,4 @@
-"""Deletes expired files, old batches, and what killed gateways left of files that nobody sees.
+"""Deletes expired files, old batch jobs, and what killed gateways left of files that nobody sees.
 
 Every gateway does it, a few times a day. Two that do it at the same time delete the same things.
 """
@@ -27,8 +27,8 @@ logger = logging.getLogger(__name__)
 
 _INTERVAL_S = 6 * 3600.0
 _GRACE_S = 25 * 3600.0
-"""An expired file stays this long for batches that read it, and so do segments without a file for
-uploads that write them."""
+"""An expired file stays this long for batch jobs that read it, and so do segments without a file
+for uploads that write them."""
 
 
 @dataclass(slots=True)
@@ -60,7 +60,7 @@ class Sweeper:
                 logger.info("files swept", extra={"deleted": num_deleted})
 
     async def sweep(self) -> int:
-        """Sweep once. Returns the number of files and batches that were deleted."""
+        """Sweep once. Returns the number of files and batch jobs that were deleted."""
         store = await self._storage.store()
         abandoned_s = await store.clock_s() - _GRACE_S
         num_deleted = await _forget_batches(store)
@@ -92,7 +92,7 @@ class Sweeper:
 
 
 async def _forget_batches(store: ObjectStore) -> int:
-    """Delete batches whose files have expired for certain. Returns their number."""
+    """Delete batch jobs whose files have expired for certain. Returns their number."""
     old_s = time.time() - FILE_LIFETIME_S.most - WINDOW_S - _GRACE_S
     old = [
         info.key

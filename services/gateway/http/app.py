@@ -51,7 +51,7 @@ from loraplex_services.gateway.registry.resolve import Resolver
 logger = logging.getLogger(__name__)
 
 NOT_SERVED = {
-    "/v1/batches": "set LORAPLEX_OBJECTS at the gateway: batches are kept in an object store",
+    "/v1/batches": "set LORAPLEX_OBJECTS at the gateway: batch jobs are kept in an object store",
     "/v1/messages/batches": "use /v1/batches, or send the requests with the priority 2147483647",
     "/v1/files": "set LORAPLEX_OBJECTS at the gateway: files are kept in an object store",
     "/v1/responses/compact": "send the conversation as input and ask for a summary",

@@ -26,13 +26,13 @@ _MAX_LIMIT = 100
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BatchEndpoints:
-    """Endpoints over the batches of the object store."""
+    """Endpoints over the batch jobs of the object store."""
 
     context: AppContext
     files: Files
     book: BatchBook
     wake: Callable[[str, str], None]
-    """Says, by tenant and id, that a batch was created or cancelled."""
+    """Says, by tenant and id, that a batch job was created or cancelled."""
 
     def routes(self) -> list[Route]:
         one = "/v1/batches/{batch_id}"
@@ -49,9 +49,9 @@ class BatchEndpoints:
         record = parse_batch(await read_json(request, caller), caller)
         file = await self.files.get(caller.tenant, record.input_file_id, "input_file_id")
         if file.purpose != "batch":
-            why = f"has the purpose {file.purpose}; upload a file for batches"
+            why = f"has the purpose {file.purpose}; upload a file for batch jobs"
             raise InvalidRequest.field("input_file_id", file.file_id, why)
-        # Results are stored even beyond the quota, so that a batch which has begun can end.
+        # Results are stored even beyond the quota, so that a batch job which has begun can end.
         stored = await self.files.stored(caller.tenant)
         stored.check_quota()
         keys = await self.book.documents(caller.tenant)

@@ -1,4 +1,4 @@
-"""/v1/files: inputs and results of batches, in the object store."""
+"""/v1/files: inputs and results of batch jobs, in the object store."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ class FileEndpoints:
         return _Download(record, self._files, self._downloads)
 
     async def delete(self, request: Request) -> Response:
-        """DELETE /v1/files/{id}: refused while a batch reads it."""
+        """DELETE /v1/files/{id}: refused while a batch job reads it."""
         record = await self._found(request)
         if batch_id := await self._book.input_of(record.tenant, record.file_id):
             why = f"{batch_id} reads this file; cancel it first, or wait until it has ended"
@@ -176,7 +176,7 @@ def _record(form: Form, tenant: str, file_id: str) -> FileRecord:
     lifetime_s = body.lifetime("expires_after")
     body.finish()
     if purpose != _PURPOSE:
-        raise Unsupported.field("purpose", purpose, "only files for batches are served: batch")
+        raise Unsupported.field("purpose", purpose, "only files for batch jobs are served: batch")
     if not form.num_file_bytes:
         raise InvalidRequest.field("file", "", "is empty")
     created_s = int(time.time())

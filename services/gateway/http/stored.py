@@ -1,4 +1,4 @@
-"""Composes files and batches: their endpoints, the runner of batches, and the sweeper."""
+"""Composes files and batch jobs: their endpoints, the runner of batch jobs, and the sweeper."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from loraplex_services.gateway.http.within import WithinEndpoints
 
 
 class StoredWork:
-    """The files and batches of one gateway."""
+    """The files and batch jobs of one gateway."""
 
     def __init__(
         self,
@@ -37,7 +37,7 @@ class StoredWork:
         """
         Args:
             app: the app that has `routes`, once it is made.
-            limit: how many requests of batches may run now.
+            limit: how many requests of batch jobs may run now.
             check_key: the holder of the key with an id; None without keys.
 
         Raises: InvalidRequest if the URL's folder cannot be used.
@@ -63,11 +63,11 @@ class StoredWork:
         return [*self._files.routes(), *self._batches.routes()]
 
     async def run(self) -> None:
-        """Run batches and sweep until cancelled."""
+        """Run batch jobs and sweep until cancelled."""
         await asyncio.gather(self._runner.run(), self._sweeper.run())
 
     async def drain(self) -> None:
-        """Leave batches to other gateways."""
+        """Leave batch jobs to other gateways."""
         await self._runner.close()
 
     async def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Files and batches in OpenAI's shape: the body of a new batch, and the objects in answers."""
+"""Files and batch jobs in OpenAI's shape: the body of a new job, and the objects in answers."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class BatchObject(TypedDict):
 
 
 def parse_batch(fields: dict[str, Any], caller: Caller) -> BatchRecord:
-    """Body of /v1/batches: a new batch. Raises: InvalidRequest, Unsupported."""
+    """Body of /v1/batches: a new batch job. Raises: InvalidRequest, Unsupported."""
     body = Body(fields)
     input_file_id = body.text("input_file_id") or ""
     endpoint, window = body.text("endpoint") or "", body.text("completion_window") or ""
@@ -103,7 +103,7 @@ def parse_batch(fields: dict[str, Any], caller: Caller) -> BatchRecord:
 
 
 def batch_object(record: BatchRecord) -> BatchObject:
-    """A batch as OpenAI shows it."""
+    """A batch job as OpenAI shows it."""
     counts, has_ended = record.counts, record.has_ended
     is_cancelling = record.ending == CANCELLED and not has_ended
 

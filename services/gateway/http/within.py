@@ -1,4 +1,4 @@
-"""Calls the gateway's own endpoints without a connection, for the lines of batches.
+"""Calls the gateway's own endpoints without a connection, for the lines of batch jobs.
 
 A line thereby has the same checks, answers and errors as a request of its tenant.
 """
@@ -43,7 +43,7 @@ class WithinEndpoints:
     ) -> Answer:
         """The answer of an endpoint to a request of the background priority."""
         if body.get("stream"):
-            error = Unsupported.field("stream", True, "leave it out in batches")
+            error = Unsupported.field("stream", True, "leave it out in batch jobs")
             return _refused(error, request_id)
         if path == "/v1/responses":
             # Thousands of responses would displace those that the tenant wants to continue.

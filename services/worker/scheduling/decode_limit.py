@@ -4,8 +4,8 @@ A step that decodes n tokens takes about `fixed + n * each` seconds, and every s
 whole step. While several tenants decode, the tenant with most requests may therefore lengthen a
 step to at most 1.5 times what the others' requests take, and its other requests skip the step. The
 tokens that its requests draft count among them. Requests of the background priority, such as lines
-of batches, do the same together while any others decode, also those of their own tenant. Where one
-more token costs almost nothing, as in small batches on a GPU, no request skips a step.
+of batch jobs, do the same together while any others decode, also those of their own tenant. Where
+one more token costs almost nothing, as in small batches on a GPU, no request skips a step.
 """
 
 from __future__ import annotations

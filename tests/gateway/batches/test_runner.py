@@ -28,4 +28,4 @@ async def test_a_batch_that_cannot_be_read_keeps_no_other_from_its_end(
     client = stack.openai()
     batch = await ended(client, await created(client, [request("a", completion("abc"))]))
     assert batch.status == "completed"
-    assert caplog.text.count("a damaged batch was skipped") == 1, "it is looked at again and again"
+    assert caplog.text.count("a damaged batch job was skipped") == 1, "it is looked at each time"
