@@ -86,7 +86,7 @@ class Template:
         return re.sub("__helm_([0-9]+)__", lambda mark: self._expressions[int(mark[1])], text)
 
     def _mark(self, expression: str) -> str:
-        """What stands for an expression until the document is text."""
+        """The placeholder of an expression until the document is text."""
         self._expressions.append(expression)
         return f"__helm_{len(self._expressions) - 1}__"
 

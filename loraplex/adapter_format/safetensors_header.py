@@ -189,7 +189,7 @@ def _name_problem(name: str) -> tuple[object, str] | None:
 
 
 def _entry_problem(entry: object, dtypes: Iterable[str]) -> tuple[object, str] | None:
-    """What is wrong with one tensor's description, as (value, description)."""
+    """The fault of one tensor's description, as (value, description); None = it is right."""
     if not isinstance(entry, dict):
         return entry, f"must be an object with dtype, shape and data_offsets, not {kind_of(entry)}"
     if set(entry) != {"dtype", "shape", "data_offsets"}:

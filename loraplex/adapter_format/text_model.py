@@ -75,7 +75,7 @@ _ABSENT: Mapping[str, Mapping[str, object]] = {
     },
     "qwen3_vl_text": {"rope_theta": 500000.0},
 }
-"""What keys mean that a published `text_config` leaves out: the defaults of transformers' classes.
+"""Values of keys that a published `text_config` leaves out: the defaults of transformers' classes.
 The configs of Gemma 3 and 4 and LLaVA hold only what differs from them."""
 
 _TOWERS = frozenset(

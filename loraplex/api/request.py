@@ -52,7 +52,7 @@ Prompt: TypeAlias = TextPrompt | TokenPrompt | ChatPrompt
 
 
 class UpdatePolicy(enum.StrEnum):
-    """What happens to a running request when a tag that it named moves."""
+    """The way in which a running request continues when a tag that it named moves."""
 
     FINISH = "finish"
     """It ends with the version that it began with."""

@@ -168,7 +168,7 @@ class Range(NamedTuple):
     excludes_least: bool = False
 
     def fault(self, value: float) -> str:
-        """What is wrong with a value and what to send instead; "" if nothing is."""
+        """Say what is wrong with a value and what to send instead; "" if it is allowed."""
         is_inside = self.least <= value <= self.most and math.isfinite(value)
         if is_inside and not (self.excludes_least and value == self.least):
             return ""

@@ -238,9 +238,9 @@ async def _send(
 def _missing(
     session: pb.CreateUploadResponse, files: Sequence[SentFile], num_streams: int
 ) -> Iterator[_Range]:
-    """What the session lacks. A file that comes in one stream is checked while it arrives. The
-    others come in ranges that begin at the same places each time, so that a range of which some
-    bytes are stored already is continued."""
+    """The ranges that the session lacks. A file that comes in one stream is checked while it
+    arrives. The others come in ranges that begin at the same places each time, so that a range of
+    which some bytes are stored already is continued."""
     progress = {each.path: each for each in session.progress}
     for file in files:
         known = progress.get(file.path, pb.FileProgress())

@@ -122,8 +122,9 @@ def _converted(layer: Any, original: Tensor, max_rank: int) -> tuple[Tensor, Ten
 
 @torch.no_grad()
 def _added(layer: Any, config: peft.PeftConfig) -> tuple[Tensor, Tensor]:
-    """What a layer adds to the base's output: an update `[out, in]` float64 of its input, found
-    with unit vectors, and a bias `[out]` float32, found with zeros. Refuses what is neither."""
+    """The terms that a layer adds to the base's output: an update `[out, in]` float64 of its input,
+    found with unit vectors, and a bias `[out]` float32, found with zeros. Refuses what is
+    neither."""
     num_inputs = layer.get_base_layer().weight.shape[1]
     units = torch.eye(num_inputs, dtype=torch.float64)
     generator = torch.Generator().manual_seed(0)

@@ -86,7 +86,7 @@ CALL_BURST = 200
 MAX_CALL_WAIT_S = 2
 """Longest delay of a call in seconds. One that would have to wait longer is refused."""
 LIST_CALLS = 10
-"""What a list of models, or of what the console shows, counts as."""
+"""Number of calls that a list of models, or of what the console shows, counts as."""
 TEXT_BYTES_PER_CALL = 4 * KIB
 """A request for the tokens of a text, or for the text of tokens, counts as one call, and as one
 more for each of these."""

@@ -119,7 +119,7 @@ class TagRecord:
     pending: tuple[TagTarget, ...] = ()
     """Targets of a staged move: they wait until workers have them loaded."""
     pending_reason: str = ""
-    """What it waits for, or why the last staged move failed."""
+    """Why a staged move is not complete yet, or why the last one failed."""
     pending_until_s: float = 0.0
     pending_mover: str = ""
     spelling: str = ""

@@ -57,7 +57,7 @@ class Costs:
     request_p90_s: float = 0.0
     """90th percentile of these times."""
     awake_share: float = 1.0
-    """What these times are multiplied by while other requests are in flight: the servers between
+    """The factor of these times while other requests are in flight: the servers between
     client and engine are then awake, and their caches are warm."""
     adapter_bytes_per_rank: float = 2 << 20
     block_bytes: int = 2 << 20

@@ -44,12 +44,12 @@ class WorkerConfig:
     drain_s: float
     step_timeout_s: float
     service_token: str
-    """What callers must show; "" = nothing."""
+    """The token that callers must show; "" = none."""
     service_names: tuple[str, ...]
     """Names in the certificates of services; empty = any certificate of the CA is one."""
     tls: TlsFiles
     engine: EngineConfig
-    """What the engine process is started with, without the folder of the base."""
+    """The configuration of the engine process, without the folder of the base."""
     node_rank: int = 0
     """Number of this machine among those of the worker; the first one serves."""
 

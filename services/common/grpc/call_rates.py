@@ -80,7 +80,7 @@ class CallRates:
 
 
 class CallCost:
-    """What one call counts as. One that reads more documents than are included counts as more."""
+    """The price of one call, which is higher if it reads more documents than are included."""
 
     def __init__(self, rates: CallRates, caller: Caller, num_calls: int) -> None:
         """`num_calls`: as how many calls it has been counted."""

@@ -42,7 +42,7 @@ def _loader(search_path: str | None) -> Loader:
 
 
 def _timestamp(value: Any) -> datetime:
-    """What botocore's own parser answers: that one takes most of the time of a listing."""
+    """Parse a time as botocore does, whose own parser takes most of the time of a listing."""
     if isinstance(value, str):
         with contextlib.suppress(ValueError):
             return datetime.fromisoformat(value)
@@ -59,7 +59,7 @@ _EXPLANATIONS = {
 
 
 def explained(error: ClientError | BotoCoreError | OSError) -> str:
-    """What went wrong, with the way out for the mistakes of a first start."""
+    """Say what went wrong, with the way out for the mistakes of a first start."""
     code = code_of(error) if isinstance(error, ClientError) else ""
     return f"{_EXPLANATIONS[code]} ({code})" if code in _EXPLANATIONS else str(error)
 

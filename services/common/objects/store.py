@@ -23,8 +23,9 @@ CHUNK_BYTES = 4 << 20
 
 
 After = asyncio.Future[Any] | None
-"""What a write waits for: the object appears only once it is done, and never if it fails, which the
-write raises then. The store may get the bytes ready in the meantime."""
+"""Work that a write waits for: the object appears only once the work is done. If the work fails,
+the object never appears, and the write raises its error. The store may prepare the bytes
+meanwhile."""
 
 
 class ObjectStoreError(Unavailable):

@@ -30,7 +30,7 @@ class ExportingTracer(Tracer):
     """Begins spans that are exported if the sampler takes them."""
 
     def __init__(self, service: str, clock: Callable[[], float]) -> None:
-        """What is not exported yet is exported when the process ends."""
+        """Spans that are not exported yet are exported when the process ends."""
         resource = Resource.create({"service.name": f"loraplex-{service}"})
         resource = resource.merge(OTELResourceDetector().detect())
         provider = TracerProvider(resource=resource, shutdown_on_exit=False)

@@ -33,7 +33,7 @@ class AdmissionRequest:
     first_token_due_s: float | None = None
     """Deadline of its first token, on the same clock; None = only `deadline_s` counts."""
     adapters: Hashable = ()
-    """What it shares with the requests for the same adapters."""
+    """A key that is equal for requests for the same adapters."""
     awaits_fetch: bool = False
     """True if no worker has all its adapters yet."""
     number: int = field(default_factory=itertools.count().__next__)

@@ -83,7 +83,7 @@ class LineSender:
         self._answering: set[asyncio.Task[None]] = set()
         """Those of the tasks that wait for an answer."""
         self._failure: BaseException | None = None
-        """What a task raised: a line without a result must not go unnoticed."""
+        """The first error of a task: a line without a result must not go unnoticed."""
         self._stopping = asyncio.Event()
         self._skip = _SKIPPED[FAILED]
 

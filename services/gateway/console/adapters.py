@@ -176,8 +176,8 @@ class AdapterEndpoints:
     async def _in_registry(
         self, api_key: str, listing: Listing, versions: Iterable[dict[str, Any]]
     ) -> dict[str, Any]:
-        """What only the registry knows: size, creator, labels, parent, the tags' history, and what
-        the caller's tenant used within 30 days."""
+        """Facts that only the registry knows: size, creator, labels, parent, the tags' history, and
+        what the caller's tenant used within 30 days."""
         name = _full_name(listing)
         facts = {}
         async with self.registry(api_key) as registry:

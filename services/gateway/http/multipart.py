@@ -112,11 +112,11 @@ class _Parts:
         """Raises: FormParserError."""
         self._chunks = request.stream()
         self._events: deque[_Part | bytes | None] = deque()
-        """What the parser found and `_next` has not returned: the head of a part, its bytes, and
-        None at its end."""
+        """Events of the parser that were not returned yet: the head of a part, its bytes, and None
+        at its end."""
         self._num_parts = 0
         self._header, self._value = bytearray(), bytearray()
-        """Of the header that is being read."""
+        """Name and value of the header that is being read."""
         self._part = _Part("", "")
         self._parser = MultipartParser(
             boundary,

@@ -18,7 +18,7 @@ _PLAIN = {str: "string", int: "integer", float: "number", bool: "boolean", types
 
 
 def request_schema(parse: Parse, examples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What a parser takes, by running it.
+    """The schema of the bodies that a parser takes, found by running it.
 
     Args:
         parse: reads a body by means of `Body`.

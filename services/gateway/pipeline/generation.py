@@ -98,7 +98,7 @@ class Generation:
         self.usage = UsageCounter()
         self.mirrors = Mirrors()
         self.collected = CollectedBytes()
-        """What the answers hold that are collected before they are sent."""
+        """Memory of the answers that are collected before they are sent."""
 
     def refuse_new(self) -> None:
         """Refuse new requests, and end mirrors. Requests that are already prepared still run."""

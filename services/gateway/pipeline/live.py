@@ -46,7 +46,8 @@ SWITCHES_AT_ONCE = 16
 
 
 class PauseMode(enum.StrEnum):
-    """What happens to running requests when their model is paused, as in vLLM."""
+    """The ways to pause a model, which differ in what happens to its running requests. As in
+    vLLM."""
 
     ABORT = "abort"
     """Running requests end immediately with what they have generated."""
@@ -285,7 +286,7 @@ class LiveRequests:
         live.steering.switch(adapter_set(target))
 
     async def _new_target(self, live: LiveRequest) -> Target | None:
-        """What the request's tags point at now; None if it need not, or cannot, go there."""
+        """The target of the request's tags now; None if it need not, or cannot, move to it."""
         if live.ended.is_set():
             return None
         prepared = live.prepared

@@ -112,7 +112,8 @@ class PreparedRequest:
         return WorkerJob(request, self.base.base_id, self.deadline_s, self.first_token_due_s)
 
     def served_by(self, worker_id: str, digests: Sequence[str] | None = None) -> ServedBy:
-        """What runs the request, with these adapters; None = those with which it begins."""
+        """Describe what runs the request, with these adapters; None = those with which it
+        begins."""
         digests = self.adapter_set.digests if digests is None else digests
         return ServedBy(
             adapters=tuple(self.labels[digest] for digest in digests),
@@ -167,5 +168,5 @@ def scaled(target: Target, scale: float) -> Target:
 
 
 def _token_facts(adapter: RunningAdapter) -> tuple[object, ...]:
-    """What tokens mean under an adapter, and how long a sequence may be."""
+    """Facts that decide what tokens mean under an adapter, and how long a sequence may be."""
     return adapter.text_files, adapter.rope_scaling, adapter.eos_token_ids, adapter.task

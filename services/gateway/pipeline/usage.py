@@ -33,7 +33,7 @@ MAX_COMBINATIONS = 100
 ones are counted as `OTHER`. Twenty adapters have 125,000 combinations of eight, and the registry
 keeps the counts of each for months."""
 EPHEMERAL = "ephemeral"
-"""What requests with an ephemeral adapter are counted as: there may be one for each request."""
+"""Name under which all ephemeral adapters are counted: there may be one for each request."""
 _BY_TENANT = LabelledCounters(TENANT_REQUESTS, TENANT_TOKENS)
 _BY_ADAPTER = LabelledCounters(ADAPTER_REQUESTS, ADAPTER_TOKENS)
 

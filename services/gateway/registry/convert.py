@@ -53,7 +53,8 @@ def _labels(labels: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
 
 
 def _rope_scaling(text: str) -> RopeScaling | None:
-    """What a newer registry may say and this gateway does not know is left to the workers."""
+    """The rope scaling; None if there is none, or one that only a newer gateway would know: the
+    workers then check it."""
     try:
         return parse(text) if text else None
     except InvalidAdapter:

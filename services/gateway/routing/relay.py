@@ -71,7 +71,7 @@ class RelayedJob:
     ) -> None:
         self._steering = steering
         self._kept: list[KeptPrefix] = []
-        """What earlier adapters computed, if the request keeps that."""
+        """Prefixes that earlier adapters computed, if the request keeps them."""
         self._workers = workers
         self._limits = limits
         self._job = job

@@ -47,7 +47,7 @@ NOTATIONS = {
     ToolFormat.PHI4_MINI: Notation(("<|tool_call|>", "functools"), "<|/tool_call|>", ","),
 }
 LIST = Notation(separators=",")
-"""What a grammar makes of required calls if the base has no notation of its own."""
+"""The notation of required calls under a grammar if the base has none of its own."""
 
 
 class JsonReader(CallReader):
@@ -159,7 +159,7 @@ class JsonReader(CallReader):
         return True
 
     def _rest(self) -> str:
-        """What follows the white space and the separators at `_at`."""
+        """The text after the white space and the separators at `_at`."""
         return self._buffer[self._at :].lstrip(_SPACE + self._notation.separators)
 
     def _give_up(self) -> None:

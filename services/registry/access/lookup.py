@@ -135,7 +135,7 @@ class Lookup:
         return await self._found(tenant, name, "newest", str(_MAX_NEWEST))
 
     async def _found(self, tenant: str, name: str, kind: str, selector: str = "") -> Found:
-        """What `Catalog.find` answers, or everything if there is no index."""
+        """The answer of `Catalog.find`, or all versions and tags if there is no index."""
         try:
             return await self._catalog.find(scope_of(tenant, name), kind, selector)
         except CatalogDown:

@@ -20,7 +20,7 @@ FIELDS = tuple(
     for field in dataclasses.fields(TenantRecord)
     if field.name not in ("tenant", "generation")
 )
-"""What can be set of a tenant."""
+"""The fields of a tenant that can be set."""
 
 _NUMBERS = {
     "max_bytes": QUOTA,

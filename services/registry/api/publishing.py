@@ -42,7 +42,7 @@ Part = TypeVar("Part", pb.UploadPartRequest, pb.PublishAdapterRequest)
 
 @dataclass(frozen=True, slots=True)
 class _AskedUpload:
-    """What a client wants to publish, and what was read to check it."""
+    """A publication that a client asks for, and what was read to check it."""
 
     options: Options
     files: tuple[File, ...]
@@ -182,7 +182,7 @@ class PublishService(AdminService):
         return True
 
     async def _published(self, done: Finished, options: Options) -> pb.AdapterVersion:
-        """What follows a publication; returns the version."""
+        """Do what follows a publication; returns the version."""
         await self._registry.signatures.keep(done.version, options.signatures)
         self._registry.retention.published(done.version)
         tags = await self._registry.lookup.tags(done.version.tenant, done.version.name)

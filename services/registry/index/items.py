@@ -44,8 +44,8 @@ class Item:
     doc: dict[str, Any]
     events: tuple[IndexEvent, ...]
     extra: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """What `apply.lua` derives more from: use, digest, number, visibility, the generation of the
-    adapter that was known (sharing), and the ends of staged moves and ephemeral versions."""
+    """Facts from which `apply.lua` derives more: use, digest, number, visibility, the generation of
+    the adapter that was known (sharing), and the ends of staged moves and ephemeral versions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +112,7 @@ def version_item(record: VersionRecord, adapter: AdapterRecord | None) -> Item:
 
 
 def _tombstone(record: VersionRecord) -> VersionRecord:
-    """What the index keeps of a deleted version. Labels alone may have 0.2 MB, and there may be any
+    """A deleted version as the index keeps it. Labels alone may have 0.2 MB, and there may be any
     number of tombstones."""
     return VersionRecord(
         tenant=record.tenant,
@@ -167,8 +167,8 @@ def tag_item(record: TagRecord) -> Item:
 
 
 def adapter_item(record: AdapterRecord) -> Item:
-    """What belongs to an adapter as a whole. There is one event, however many versions it has;
-    watchers get an event of each version instead."""
+    """An item with what belongs to an adapter as a whole. There is one event, however many versions
+    it has; watchers get an event of each version instead."""
     doc = to_set_fields(record)
     return Item(
         f"a:{scope_of(record.tenant, record.name)}",

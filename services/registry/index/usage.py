@@ -1,4 +1,4 @@
-"""What tenants use per day, counted in the metadata server and copied to the object store.
+"""The usage of tenants per day, counted in the metadata server and copied to the object store.
 
 A day is one hash. Its fields name tenant, model and counter. Copies are taken regularly and cover
 days that the metadata server has lost.

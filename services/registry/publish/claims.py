@@ -166,7 +166,7 @@ class Claims:
             raise NumberTaken
 
     async def _look_at_tags(self, session: UploadSession) -> dict[str, Seen[TagRecord]]:
-        """What the intent says about the tags, if there is one."""
+        """The tags as the intent saw them; none if there is no intent."""
         if not session.has_intent:
             return {}
         tenant, name, tags = session.options.tenant, session.options.name, session.options.tags

@@ -242,7 +242,8 @@ class Deletion:
         return not all(record is not None and not record.deleted for record in held)
 
     async def _left(self, tenant: str, name: str) -> _Left:
-        """What is left by the objects, because the index may lack the newest tombstone."""
+        """The versions that are left. They are read from the objects, because the index may lack
+        the newest tombstone."""
         folder = layout.versions_folder(tenant, name)
         records = await documents.read_folder(self.store, folder, VersionRecord)
         note_read.get()(len(records))

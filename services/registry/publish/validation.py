@@ -107,8 +107,8 @@ def _is_quick(config_bytes: bytes) -> bool:
 
 
 def _key_of(job: ValidationJob) -> _Key:
-    """What a valid adapter's description depends on besides the geometry. The content of its files
-    is not looked at."""
+    """All that a valid adapter's description depends on besides the geometry. The content of its
+    files is not looked at."""
     files = tuple((file.path, file.size) for file in job.files)
     sizes = job.tensor_file_size, job.max_rank, job.strict, job.allow_missing
     return job.config_bytes, job.header_bytes, files, job.base_names, sizes

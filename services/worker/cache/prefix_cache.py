@@ -284,8 +284,7 @@ class PrefixCache:
         del request.prefix_hashes[end // self._layout.tokens_per_block :]
 
     def _joining(self, request: Request, start: int) -> bytes:
-        """What distinguishes the block at `start` from the one before it, in addition to its
-        tokens."""
+        """Bytes that the chain takes up at the block at `start`, besides its tokens."""
         size = self._layout.tokens_per_block
         if 0 < request.adapters_from and start <= request.adapters_from < start + size:
             return repr((request.adapters.key(), request.adapters_from)).encode()

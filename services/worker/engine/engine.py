@@ -361,7 +361,7 @@ class Engine:
 
 
 def _base_key(info: ModelInfo, layout: KvLayout) -> str:
-    """What KV depends on besides each request: base, arithmetic and layout. The rope of an adapter
-    is given with the request."""
+    """A key of all that KV depends on besides each request: base, arithmetic and layout. The rope
+    of an adapter is given with the request."""
     parts = (info.geometry.fingerprint, info.numerics_fingerprint, info.dtype)
     return repr((*parts, layout.tokens_per_block, layout.windows, "rope of the base"))

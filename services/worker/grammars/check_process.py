@@ -41,7 +41,7 @@ class GrammarSetup(msgspec.Struct, frozen=True):
 
 
 class GrammarVerdict(msgspec.Struct, frozen=True):
-    """What the check of a grammar found."""
+    """The result of the check of a grammar."""
 
     fault: WireError | None = None
     """Why it is refused; None = it is good."""

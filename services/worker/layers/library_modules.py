@@ -159,13 +159,13 @@ class KnownStates(nn.Module):
         return self
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the body would return, with `hidden`."""
+        """The output that the body would return, with `hidden`."""
         return _output_class()(last_hidden_state=self.hidden)
 
 
 @cache
 def _output_class() -> Any:
-    """What a body returns; whatever else a head passes on of it is None."""
+    """The class of a body's output. Attributes that the body would not set are None."""
     from transformers.modeling_outputs import BaseModelOutput
 
     def absent(_self: Any, name: str) -> None:

@@ -55,7 +55,7 @@ _NOT_EXPECTED = (
     TypeError,
     ValueError,
 )
-"""What a class may raise when it is called in a way that it does not know."""
+"""Errors that a class may raise when it is called in a way that it does not know."""
 
 
 def build_library_model(

@@ -45,8 +45,8 @@ class OwnWeights:
         return own if window.columns is None else own.inputs(*window.columns)
 
     def bias(self, bias: Tensor, cut: Cut) -> Tensor:
-        """What the rank adds of a bias, whose outputs are its last dimension, before a sum over
-        the ranks: each its own outputs, or rank 0 all of them."""
+        """The part of a bias, whose outputs are its last dimension, that the rank adds before a sum
+        over the ranks: each rank its own outputs, or rank 0 all of them."""
         if self.shard.size == 1:
             return bias
         if cut.inputs:

@@ -30,8 +30,8 @@ OF_OTHER_PARTS = (
     "mtp_use_dedicated_embeddings",
     "mamba_ssm_dtype",
 )
-"""What published files say of layers that predict further tokens, of which their tensors tell more
-(see `draft_head`), and of the dtype of states, which are float32 here."""
+"""Keys of published files about layers that predict further tokens, of which their tensors tell
+more (see `draft_head`), and about the dtype of states, which are float32 here."""
 OF_IMAGES = ("mrope_section", "mrope_interleaved")
 """Keys of rotary embeddings for images: without images, the three positions of a token are
 equal."""

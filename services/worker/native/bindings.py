@@ -37,7 +37,7 @@ TILE_ROWS, TILE_INPUTS = 16, 32
 LINE_BYTES, ROUND_BYTES = 64, 1024
 """Bytes of a cache line, and those of rows that `new_rows` keeps apart."""
 Argument = Tensor | torch.dtype | float | None
-"""What kernels are called with."""
+"""An argument of a kernel."""
 INVERSES, LOGS = torch.tensor(fixed_log.INVERSES), torch.tensor(fixed_log.LOGS)
 
 
@@ -48,7 +48,7 @@ class Native:
         self.isa = isa
         self._library = open_library(path)
         self._kernels: Any = self._library
-        """What passes call; a recorder while one is recorded."""
+        """The library that passes call; a recorder while a pass is recorded."""
         self.weights = WeightMemory()
         self.panel: int = self._library.lpx_packed_items(1, 1)
         """Number of outputs in a panel of a packed weight."""

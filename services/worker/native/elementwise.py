@@ -16,7 +16,7 @@ Dimension = tuple[int, tuple[int, ...]]
 
 
 class Operation(IntEnum):
-    """What is computed of a and b. Results of COPY, ADD and MULTIPLY have the bits of torch's."""
+    """A function of a and b. Results of COPY, ADD and MULTIPLY have the bits of torch's."""
 
     COPY = 0
     """a."""

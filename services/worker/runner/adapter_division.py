@@ -20,8 +20,8 @@ _ITEM_BYTES = {"int8": 1, "float16": 2, "bfloat16": 2, "float32": 4}
 def division_of(
     settings: RunnerSettings, ranks: Ranks, device: torch.device, dtype: torch.dtype
 ) -> Division:
-    """What decides the choice for each site. Ranks of several machines divide one matrix unless
-    the settings say otherwise, because what their link costs is not known."""
+    """The facts that decide the choice for each site. Ranks of several machines divide one matrix
+    unless the settings say otherwise, because what their link costs is not known."""
     size = ranks.shard.size
     return Division(
         size,

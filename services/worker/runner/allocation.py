@@ -87,8 +87,8 @@ def kv_buffer(
 
 
 def stored_dtype(name: str, operators: Operators, kv: KvBuffer) -> str:
-    """What A and B are kept as: a float type; `int8` = integers with a factor for each rank row;
-    `auto` = as computed with, or published if the kernels can read it.
+    """The type in which A and B are kept: a float type; `int8` = integers with a factor for each
+    rank row; `auto` = as computed with, or published if the kernels can read it.
 
     Raises:
         Unsupported: the kernels read adapters in the model's own dtype only.

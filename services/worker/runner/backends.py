@@ -19,7 +19,7 @@ from loraplex_services.worker.runner.numerics import set_threads
 BUILT_IN = ("auto", "vanilla", "cpu", "triton", "flashinfer")
 FLASHINFER = "flashinfer"
 HALF_DTYPES = (torch.float16, torch.bfloat16)
-"""What FlashInfer computes in."""
+"""The dtypes in which FlashInfer computes."""
 REFUSALS = {
     "triton": "Triton kernels need the device cuda",
     "cpu": "compiled kernels need the device cpu, float32 or bfloat16, and a LORAPLEX_CPU_ISA "

@@ -328,8 +328,8 @@ def _weights(
 
 
 def _quantization(on_load: str, kv_cache_dtype: str) -> str:
-    """What this worker stores in fewer bits: linears that were published in full, and the KV cache;
-    "" = nothing."""
+    """The names of what this worker stores in fewer bits: linears that were published in full, and
+    the KV cache; "" = nothing."""
     parts = [] if on_load == NONE else [on_load]
     if kv_cache_dtype != AUTO:
         parts.append(f"kv-{kv_cache_dtype}")

@@ -197,8 +197,8 @@ class GpuPath:
         )
 
     def _pending_copies_of(self, runs: Sequence[RowRun]) -> list[CopyEvents]:
-        """What a step of these runs has to wait for as it comes to each site. Adapters that do more
-        than kernels can are waited for here, as a whole."""
+        """The copies that a step of these runs has to wait for as it comes to each site. Adapters
+        that do more than kernels can are waited for here, as a whole."""
         if not self._pending_copies:
             return []
         self._pending_copies = {

@@ -104,7 +104,7 @@ class StepPrograms:
 
 
 class _Inputs:
-    """What programs read, at addresses that stay: the first rows of tensors."""
+    """The inputs of programs, at addresses that stay: the first rows of tensors."""
 
     def __init__(self, max_rows: int) -> None:
         self._max_rows = max_rows
@@ -172,8 +172,9 @@ class _Inputs:
 
 
 def _varying(x: Tensor, rotations: Sequence[CosSin], batch: ForwardBatch) -> list[Tensor]:
-    """What differs between steps of equal numbers of rows, besides runs, in the order in which
-    `_Inputs.read` takes it. There are as many sequences, and as many spans of states, as rows."""
+    """The facts that differ between steps of equal numbers of rows, besides runs, in the order in
+    which `_Inputs.read` takes it. There are as many sequences, and as many spans of states, as
+    rows."""
     metadata, states, num_rows = batch.attention, batch.states, len(x)
     assert isinstance(metadata, NativeAttentionMetadata) and metadata.task_ends is not None
     varying = [x, *chain.from_iterable(_kinds(rotations)), _more_ends(metadata.task_ends, num_rows)]

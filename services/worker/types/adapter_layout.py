@@ -34,8 +34,8 @@ class AdapterLayout:
     ropes: BaseRopes
     """The base's rotary embeddings, from which an adapter's own are made."""
     stored: str = "auto"
-    """What A and B are kept as, whatever they were published in; I8 = A and B of linears and the
-    head become integers with a factor for each rank row, and the rest is as with auto."""
+    """The type in which A and B are kept, whatever they were published in; I8 = A and B of linears
+    and the head become integers with a factor for each rank row, and the rest is as with auto."""
     shard: Shard = ONLY
     """The tensor-parallel rank for which images are packed; `sites` is the table of the whole
     base."""

@@ -51,8 +51,8 @@ class ModelInfo:
     active_experts: float = 1.0
     """The share of a layer's experts that compute one token."""
     routing: RoutingShape | None = None
-    """What steps can say of the experts of a token; None = the base has none, or runs through the
-    transformers library."""
+    """The shape of the experts of a token that steps report; None = the base has none, or runs
+    through the transformers library."""
 
 
 class Pending(Protocol[T_co]):

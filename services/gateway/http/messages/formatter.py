@@ -56,7 +56,7 @@ class MessagesFormatter(Formatter):
         return self._message(content) | self._stop() | self._facts()
 
     def _facts(self) -> dict[str, Any]:
-        """What is known at the end: the usage, and which weights computed which tokens."""
+        """Fields that are known at the end: the usage, and which weights computed which tokens."""
         return {"usage": self._usage(), **self._info.weights(0, self._spans)}
 
     def _read(self, text_delta: TextDelta) -> list[BlockEvent]:

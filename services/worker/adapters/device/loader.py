@@ -39,7 +39,7 @@ class CopiedImage(Copied):
     first_pages: tuple[int, ...]
     """First page of each of its extents."""
     copy_events: CopyEvents | None = None
-    """What steps have to wait for; None = every byte is on the device."""
+    """The copies that steps have to wait for; None = every byte is on the device."""
     copy_id: int = 0
     """Identifies the copy to the other tensor-parallel ranks, if there are any."""
 

@@ -129,7 +129,7 @@ class AdapterSource:
         return adapter
 
     async def _on_disk(self, digest: str) -> DiskAdapter | None:
-        """What an earlier run left, verified; set aside if it is damaged."""
+        """An adapter that an earlier run left, verified. A damaged one is set aside."""
         adapter = self._disk.get(digest)
         if adapter is None:
             return None

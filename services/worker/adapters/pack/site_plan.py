@@ -1,4 +1,5 @@
-"""What an adapter adds at each site, and the order in which it is packed. Shapes only."""
+"""Plans the updates of an adapter at each site, and the order in which they are packed. Shapes
+only."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ class AttentionBackend(ABC):
     """Attention of one layer."""
 
     Metadata: ClassVar[type[AttentionMetadata]] = AttentionMetadata
-    """What `forward` reads of a step."""
+    """The class of the metadata of a step that `forward` reads."""
     kv_cache_dtypes: ClassVar[frozenset[str]] = frozenset()
     """Types that keys and values can be stored in, in addition to the model's."""
     rotates: ClassVar[bool] = False

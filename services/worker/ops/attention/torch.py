@@ -260,7 +260,7 @@ class _Kept:
     scales: Tensor | None
     """`[num_blocks, Hkv, T]` of a plane of codes."""
     dtype: torch.dtype
-    """What they are read as."""
+    """The dtype in which they are read."""
 
     def sequence(self, blocks: Tensor) -> Tensor:
         """Gather blocks `[N]` as `[Hkv, N * T, D]`."""

@@ -40,7 +40,7 @@ def _floats(codes, DTYPE: tl.constexpr):
 
 @triton.jit
 def _load_scales(scales_at, is_key, CODE: tl.constexpr):
-    """What `_floats` of type CODE are multiplied with; 0 where there is no key."""
+    """The factors of `_floats` of type CODE; 0 where there is no key."""
     scales = tl.load(scales_at, mask=is_key, other=0.0).to(tl.float32)
     return scales * 256.0 if CODE == tl.uint8 else scales
 

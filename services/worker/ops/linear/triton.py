@@ -20,7 +20,7 @@ from loraplex_services.worker.ops.linear.units import LANES, PAIRS, packed, unpa
 LANE_INPUTS = {"fp8": (64, 32), "int8": (64, 32), "int4": (32,)}
 """Inputs whose codes lie in the same lane of neighbouring units; the first that fits groups."""
 MIDDLE = 8
-"""What is subtracted from each four-bit code."""
+"""The number that is subtracted from each four-bit code."""
 MAX_ROWS = 1024
 """Rows up to which products decode codes in registers. For more, decoding the weight once and a
 library's product are faster."""

@@ -23,7 +23,7 @@ from loraplex_services.worker.types.messages import FrameBuffer, WireError, fram
 
 RECEIVE_BYTES = 1 << 20
 MAPPED_IPV4 = "::ffff:"
-"""What an IPv6 socket puts before the IPv4 addresses of its peers."""
+"""The prefix that an IPv6 socket puts before the IPv4 addresses of its peers."""
 
 
 class RankLost(Exception):

@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 LOOPBACK = "127.0.0.1"
 UNSPECIFIED = ("0.0.0.0", "::")
-"""What a socket that listens on all interfaces says of itself."""
+"""The addresses of sockets that listen on all interfaces."""
 NONCE_BYTES = PROOF_BYTES = 32
 HANDSHAKE_S = 10.0
 """Seconds that the other end may take to prove itself."""
