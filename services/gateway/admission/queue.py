@@ -60,10 +60,12 @@ class AdmissionQueue:
         """Of every tenant with live requests."""
         self._waiting: dict[str, TenantQueue] = {}
         """Of those with waiting requests."""
-        self._num_waiting = 0
+        self.num_waiting = 0
+        """Requests in the queue."""
         self.dropped: list[AdmissionRequest] = []
         """Waiting requests that were dropped for others; the caller of `offer` empties it."""
-        self._running = 0
+        self.num_running = 0
+        """Sequences running now."""
         self._by_tenant: dict[str, int] = {}
         """Running sequences. No empty entries."""
         self._background: Counter[str] = Counter()
@@ -80,20 +82,10 @@ class AdmissionQueue:
         """Moving mean of the seconds that one request runs."""
 
     @property
-    def num_running(self) -> int:
-        """Sequences running now."""
-        return self._running
-
-    @property
-    def num_waiting(self) -> int:
-        """Requests in the queue."""
-        return self._num_waiting
-
-    @property
     def background_limit(self) -> int:
         """Sequences of background requests that may run now; always one."""
         capacity = self.window.batch_capacity or _UNKNOWN_CAPACITY
-        return max(1, (capacity - self._running + self._background.total()) // 2)
+        return max(1, (capacity - self.num_running + self._background.total()) // 2)
 
     def counts_by_tenant(self) -> dict[str, tuple[int, int]]:
         """Running sequences and waiting requests of each tenant that has any."""
@@ -120,7 +112,7 @@ class AdmissionQueue:
         if not runs:
             if now_s + self.expected_wait_s(request.tenant, request.run_s) > request.start_by_s:
                 raise deadline_infeasible()
-            if self._num_waiting >= self._limits.max_waiting:
+            if self.num_waiting >= self._limits.max_waiting:
                 self._drop_for(request)
         self._served.arrive(request.tenant)
         own = self._tenants.setdefault(request.tenant, TenantQueue())
@@ -130,7 +122,7 @@ class AdmissionQueue:
             return Decision.RUN
         own.push(request)
         self._waiting[request.tenant] = own
-        self._num_waiting += 1
+        self.num_waiting += 1
         return Decision.WAIT
 
     def first_token(self, request: AdmissionRequest) -> bool:
@@ -145,7 +137,7 @@ class AdmissionQueue:
     def release(self, request: AdmissionRequest, held_s: float) -> None:
         """A request ended after `held_s` seconds; 0 = it never began. Call `take_ready` next."""
         self.first_token(request)
-        self._running -= request.cost
+        self.num_running -= request.cost
         if request.is_background:
             self._background[request.tenant] -= request.cost
             self._background += Counter()  # without tenants that have none left
@@ -178,11 +170,11 @@ class AdmissionQueue:
         is `run_s` until it was measured. A request waits for as many requests of each other tenant
         as its own tenant has waiting; with `tenant` None it waits for all.
         """
-        ahead = self._num_waiting
+        ahead = self.num_waiting
         if tenant is not None:
             mine = self._num_waiting_of(tenant)
             ahead = sum(min(len(queue), mine + 1) for queue in self._waiting.values())
-        return (self._service_s or run_s) * (ahead + 1) / max(self._running, 1)
+        return (self._service_s or run_s) * (ahead + 1) / max(self.num_running, 1)
 
     def _drop_for(self, request: AdmissionRequest) -> None:
         """Drop a waiting request in favour of this one. Raises: ResourceExhausted.
@@ -243,10 +235,11 @@ class AdmissionQueue:
 
     def _running_fits(self, request: AdmissionRequest) -> bool:
         """An idle gateway runs any request, however many sequences it has."""
-        return not self._running or self._running + request.cost <= self._limits.max_running
+        return not self.num_running or self.num_running + request.cost <= self._limits.max_running
 
     def _window_fits(self, request: AdmissionRequest) -> bool:
-        window, fits_batch = self.window, self._running + request.cost <= self.window.batch_capacity
+        window = self.window
+        fits_batch = self.num_running + request.cost <= window.batch_capacity
         if request.awaits_fetch:
             window, fits_batch = Window(window.fetching_tokens), False
         return self._in_flight_of(request).fit(
@@ -298,7 +291,7 @@ class AdmissionQueue:
         return own.precedes(first, request)
 
     def _start(self, request: AdmissionRequest) -> None:
-        self._running += request.cost
+        self.num_running += request.cost
         self._by_tenant[request.tenant] = self._by_tenant.get(request.tenant, 0) + request.cost
         if request.is_background:
             self._background[request.tenant] += request.cost
@@ -322,7 +315,7 @@ class AdmissionQueue:
     def _unqueue(self, request: AdmissionRequest) -> None:
         own = self._waiting[request.tenant]
         own.remove(request)
-        self._num_waiting -= 1
+        self.num_waiting -= 1
         if not own:
             del self._waiting[request.tenant]
 

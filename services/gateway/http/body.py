@@ -115,14 +115,14 @@ class Body:
 
     def text(self, name: str) -> str | None:
         """A string field."""
-        value = self._take(name, STRING)
+        value = self.raw(name, STRING)
         if value is not None and not isinstance(value, str):
             raise bad_type(self.prefix + name, value, "a string")
         return value
 
     def metadata(self) -> dict[str, str]:
         """The field `metadata` of an object that is kept."""
-        value = self._take("metadata", ANYTHING)
+        value = self.raw("metadata", ANYTHING)
         if value is None:
             return {}
         if not isinstance(value, dict) or not all(isinstance(each, str) for each in value.values()):
@@ -148,7 +148,7 @@ class Body:
 
     def inner(self, name: str, expected: str = "an object") -> Body | None:
         """The fields of an object; None if it is absent."""
-        value = self._take(name, {"type": "object"})
+        value = self.raw(name, {"type": "object"})
         if value is None:
             return None
         if not isinstance(value, dict):
@@ -157,14 +157,14 @@ class Body:
 
     def integer(self, name: str) -> int | None:
         """An integer field; true and false are refused."""
-        value = self._take(name, INTEGER)
+        value = self.raw(name, INTEGER)
         if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
             raise bad_type(self.prefix + name, value, "an integer")
         return value
 
     def count(self, name: str) -> int | None:
         """An integer field that may also be true, which means 1, or false, which means none."""
-        value = self._take(name, {"type": ["integer", "boolean"]})
+        value = self.raw(name, {"type": ["integer", "boolean"]})
         if isinstance(value, bool):
             return int(value) or None
         if value is not None and not isinstance(value, int):
@@ -173,12 +173,12 @@ class Body:
 
     def number(self, name: str) -> float | None:
         """A number field."""
-        value = self._take(name, {"type": "number"})
+        value = self.raw(name, {"type": "number"})
         return None if value is None else _float(self.prefix + name, value)
 
     def flag(self, name: str, default: bool = False) -> bool:
         """A boolean field."""
-        value = self._take(name, {"type": "boolean", "default": default})
+        value = self.raw(name, {"type": "boolean", "default": default})
         if value is None:
             return default
         if not isinstance(value, bool):
@@ -187,7 +187,7 @@ class Body:
 
     def ids(self, name: str) -> tuple[int, ...]:
         """A list of token ids."""
-        value = self._take(name, TOKEN_IDS)
+        value = self.raw(name, TOKEN_IDS)
         if value is None:
             return ()
         if not are_ids(value):
@@ -196,7 +196,7 @@ class Body:
 
     def texts(self, name: str) -> tuple[str, ...]:
         """A string or a list of strings."""
-        value = self._take(name, {"type": ["string", "array"], "items": STRING})
+        value = self.raw(name, {"type": ["string", "array"], "items": STRING})
         if value is None:
             return ()
         items = [value] if isinstance(value, str) else value
@@ -207,7 +207,7 @@ class Body:
     def bias(self, name: str) -> dict[int, float]:
         """An object from token id to number."""
         numbers = {"type": "object", "additionalProperties": {"type": "number"}}
-        value = self._take(name, numbers)
+        value = self.raw(name, numbers)
         if value is None:
             return {}
         if not isinstance(value, dict):
@@ -223,13 +223,9 @@ class Body:
             raise InvalidRequest.field(self.prefix + name, "", "names a token twice")
         return biases
 
-    def raw(self, name: str, schema: Schema = ANYTHING) -> Any:
-        """A field that the caller checks; None if absent."""
-        return self._take(name, schema)
-
     def named(self, names: Collection[str]) -> dict[str, Any]:
-        """The named fields that the body has, without marking them as read."""
-        found = {name: self._take(name, ANYTHING) for name in names}
+        """Those of the named fields that the body has, for the caller to check."""
+        found = {name: self.raw(name) for name in names}
         return {name: value for name, value in found.items() if value is not None}
 
     def finish(self) -> None:
@@ -241,8 +237,8 @@ class Body:
                     why = "this field is not served; put the name of the adapter into model"
                 raise Unsupported.field(self.prefix + name, "", why)
 
-    def _take(self, name: str, schema: Schema) -> Any:
-        """A field's value, None if it is absent or null."""
+    def raw(self, name: str, schema: Schema = ANYTHING) -> Any:
+        """A field that the caller checks; None if it is absent or null."""
         if (log := reads.get()) is not None:
             log.append((self, name, schema))
         return self._left.pop(name, None)

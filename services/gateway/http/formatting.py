@@ -77,14 +77,9 @@ class ResponseInfo:
     prepared: Sequence[PreparedRequest]
     """One per prompt; choice i*n + j belongs to prompt i."""
 
-    @property
-    def num_choices(self) -> int:
-        """Choices per prompt."""
-        return self.prepared[0].resolved.num_choices
-
     def of_choice(self, index: int) -> PreparedRequest:
         """The prompt that a choice belongs to."""
-        return self.prepared[index // self.num_choices]
+        return self.prepared[index // self.prepared[0].resolved.num_choices]
 
     def names(self, index: int) -> TokenNames:
         """How logprobs of a choice show its tokens."""

@@ -126,10 +126,6 @@ _KINDS: Mapping[str, Reader] = {
 }
 _FIELDS: Mapping[str, Reader] = {
     "response_format": _response_format,
-    "guided_json": _json,
-    "guided_json_object": _json_object,
-    "guided_regex": _text_of(lambda text: Grammar(regex=text)),
-    "guided_grammar": _text_of(lambda text: Grammar(ebnf=text)),
-    "guided_choice": _choice,
+    **{f"guided_{kind}": read for kind, read in _KINDS.items()},
     "structured_outputs": _structured_outputs,
 }

@@ -25,7 +25,8 @@ def check_parameters(query: Mapping[str, str], known: Collection[str]) -> None:
     """Raises: InvalidRequest naming a parameter that is not among the known ones."""
     for name in query:
         if name.removesuffix("[]") not in known:
-            raise InvalidRequest.field(name, "", "this parameter is unknown or not served")
+            why = f"this parameter is unknown or not served; there are {', '.join(known)}"
+            raise InvalidRequest.field(name, "", why)
 
 
 def is_newest_first(query: Mapping[str, str]) -> bool:

@@ -14,10 +14,11 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from loraplex.errors import InvalidRequest, PermissionDenied, Unsupported
+from loraplex.errors import InvalidRequest, PermissionDenied
 from loraplex.refs import parse_name
 from loraplex_services.common.callers import Caller
 from loraplex_services.gateway.http.guard import check_origin
+from loraplex_services.gateway.http.pages import check_parameters
 from loraplex_services.gateway.pipeline.live import EVERYTHING, LiveRequests, PauseMode
 from loraplex_services.gateway.registry.keyring import require_admin, sees_all_adapters
 from loraplex_services.gateway.registry.snapshot import Adapter
@@ -74,9 +75,7 @@ class PauseEndpoints:
         caller = await self.caller(request)
         require_admin(caller)
         check_origin(request)
-        for name in request.query_params:
-            if name not in _PARAMETERS:
-                raise Unsupported.field(name, "", "this parameter is unknown; leave it out")
+        check_parameters(request.query_params, _PARAMETERS)
         model = request.query_params.get("model", "")
         bases = self.bases()
         if not model or (model in bases and len(bases) == 1):

@@ -10,11 +10,11 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from loraplex.api.registry import UsageEntry
-from loraplex.errors import InvalidRequest, LoraplexError
+from loraplex.errors import LoraplexError
 from loraplex_services.common.callers import Caller
+from loraplex_services.gateway.http.pages import check_parameters
 from loraplex_services.gateway.request import with_names
 
-_PARAMETERS = ("since", "adapter")
 Read = Callable[[str, str, str], Awaitable[list[UsageEntry]]]
 """Usage of a tenant, of one model ("" = all), since a day ("" = 30 days ago)."""
 
@@ -32,9 +32,7 @@ class UsageEndpoint:
     async def usage(self, request: Request) -> Response:
         """GET /v1/usage?since=YYYY-MM-DD&adapter=NAME."""
         tenant = (await self.caller(request)).tenant
-        for name in request.query_params:
-            if name not in _PARAMETERS:
-                raise InvalidRequest.field(name, "", "unknown; there are since and adapter")
+        check_parameters(request.query_params, ("since", "adapter"))
         adapter = request.query_params.get("adapter", "")
         try:
             found = await self.read(tenant, adapter, request.query_params.get("since", ""))

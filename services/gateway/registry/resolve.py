@@ -47,7 +47,8 @@ class Resolver:
         self, registry: RegistryLookup, bases: Callable[[], Mapping[str, ServedModel]]
     ) -> None:
         self._registry = registry
-        self._bases = bases
+        self.bases = bases
+        """Returns the served bases by id."""
         self.snapshot = RegistrySnapshot()
         self.on_moves: Callable[[Collection[Adapter] | None], None] = lambda adapters: None
         """Called after tags moved, with their adapters; None = any may have moved."""
@@ -58,7 +59,7 @@ class Resolver:
         """The base and adapters of a call. Raises: NotFound, InvalidRequest, Unavailable."""
         if not call.model:
             raise InvalidRequest.field("model", "", "name a base or an adapter")
-        bases = self._bases()
+        bases = self.bases()
         if not bases:
             # As after a start: what is served here is not known yet, so nothing is missing.
             raise Unavailable(
@@ -78,13 +79,9 @@ class Resolver:
         version = await self._version(call.model, call, "model", bases)
         return Target(version.base_id, (_running(version, 1.0),))
 
-    def bases(self) -> Mapping[str, ServedModel]:
-        """Served bases by id."""
-        return self._bases()
-
     def models(self, tenant: str) -> Iterator[ServedModel | Version]:
         """Bases first, then own adapters by name, then those of others."""
-        bases = self._bases()
+        bases = self.bases()
         yield from bases.values()
         visible = [v for v in self.snapshot.latest(tenant) if _fits(v, bases.get(v.base_id))]
         yield from (v for v in visible if v.tenant == tenant)
@@ -94,12 +91,12 @@ class Resolver:
         self, model: str, tenant: str, field: str = "model", *, runs_all: bool = False
     ) -> ServedModel | Version:
         """A base or an adapter of a served one; `field` names it in errors. Raises: NotFound."""
-        base = self._bases().get(model)
+        base = self.bases().get(model)
         if base is not None:
             return base
         viewer = None if runs_all else tenant
         ref = parse_ref(model, tenant, field=field)
-        version = await self._find(ref, viewer, "", self._bases())
+        version = await self._find(ref, viewer, "", self.bases())
         self._check_served(version, model)
         return version
 
@@ -108,7 +105,7 @@ class Resolver:
 
         Raises: Unavailable.
         """
-        await self._ask(parse_ref(ref), "", self._bases())
+        await self._ask(parse_ref(ref), "", self.bases())
 
     async def _on_base(self, call: GenerateCall) -> Target:
         if (num_adapters := len(call.adapters)) > MAX_ADAPTERS_PER_REQUEST:
@@ -138,7 +135,7 @@ class Resolver:
         return version
 
     def _check_served(self, version: Version, text: str) -> None:
-        base = self._bases().get(version.base_id)
+        base = self.bases().get(version.base_id)
         if base is None:
             raise AdapterNotFound(text, f"its base {version.base_id!r} is not served here")
         if not _fits(version, base):

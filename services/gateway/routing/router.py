@@ -92,24 +92,20 @@ class ReplicaCounts:
     def __init__(self) -> None:
         self._in_flight: dict[str, int] = {}
         self._sizes: dict[str, int] = {}
-        self._total = 0
-
-    @property
-    def total(self) -> int:
+        self.total = 0
         """Requests in flight."""
-        return self._total
 
     def start(self, key: str, num_workers: int) -> int:
         """Count a request in; returns the adapter's replica set size now."""
         load = self._in_flight[key] = self._in_flight.get(key, 0) + 1
-        self._total += 1
-        size = replica_count(load, self._total, num_workers, self._sizes.get(key, 1))
+        self.total += 1
+        size = replica_count(load, self.total, num_workers, self._sizes.get(key, 1))
         self._sizes[key] = size
         return size
 
     def end(self, key: str) -> None:
         """Count a request out; an adapter without any is forgotten."""
-        self._total -= 1
+        self.total -= 1
         self._in_flight[key] -= 1
         if not self._in_flight[key]:
             del self._in_flight[key], self._sizes[key]

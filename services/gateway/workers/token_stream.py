@@ -80,7 +80,6 @@ class TokenStream:
     """Events of one submitted job, in order."""
 
     __slots__ = (
-        "_cancel",
         "_error",
         "_is_due",
         "_pacer",
@@ -90,6 +89,7 @@ class TokenStream:
         "_timer",
         "_waiter",
         "_woken_s",
+        "cancel",
         "tenant",
     )
 
@@ -97,7 +97,7 @@ class TokenStream:
         self, cancel: Callable[[], None], pacer: WakeupPacer | None = None, tenant: str = ""
     ) -> None:
         """`cancel` tells the worker to stop; it may be called more than once."""
-        self._cancel = cancel
+        self.cancel = cancel
         self.tenant = tenant
         self._pacer = pacer if pacer is not None else WakeupPacer()
         self._put_s = self._taken_s = self._woken_s = 0.0
@@ -138,10 +138,6 @@ class TokenStream:
         self._pacer.observe(self._taken_s - max(self._put_s, self._woken_s))
         batch, self._ready = self._ready, []
         return batch[0] if len(batch) == 1 else merged(batch)
-
-    def cancel(self) -> None:
-        """Stop reading, and cancel the request at the worker."""
-        self._cancel()
 
     def wake(self) -> None:
         """Wake the reader."""

@@ -41,11 +41,13 @@ class AdapterCache:
         self._order = order or LeastExpectedLoss()
         self._adapters: dict[str, CachedAdapter] = {}
         self._idle: dict[str, CachedAdapter] = {}
-        self._in_use: set[str] = set()
+        self.in_use: set[str] = set()
+        """Digests that running requests use. Not to be mutated by others."""
         self._prefetches: dict[str, None] = {}
         self._free_slots = list(range(limits.max_resident - 1, -1, -1))
         self._use = BlockUse(arena)
-        self._pinned_blocks = 0
+        self.pinned_blocks = 0
+        """Upper bound on the blocks of pinned adapters, resident or not."""
         self._copies = CopyTimes()
         self._actions: list[Load | Evict] = []
         self._changed: dict[str, None] = {}
@@ -57,16 +59,6 @@ class AdapterCache:
     def held_blocks(self) -> int:
         """Blocks with adapters that are in use, pinned or loading: not to be reclaimed."""
         return self._use.held
-
-    @property
-    def pinned_blocks(self) -> int:
-        """Upper bound on the blocks of pinned adapters, resident or not."""
-        return self._pinned_blocks
-
-    @property
-    def in_use(self) -> set[str]:
-        """Digests that running requests use. Not to be mutated."""
-        return self._in_use
 
     def get(self, digest: str) -> CachedAdapter | None:
         """The record of one adapter; None if it is not known."""
@@ -126,7 +118,7 @@ class AdapterCache:
         """Why `digests` could never be resident together; None if they could."""
         adapters = (self._adapters[digest] for digest in digests)
         num_blocks = sum(self._num_blocks(a) for a in adapters if not a.pinned)
-        return self._limits.beyond_share(num_blocks, self._pinned_blocks)
+        return self._limits.beyond_share(num_blocks, self.pinned_blocks)
 
     def acquire(self, digests: Iterable[str], now: float) -> tuple[int, ...]:
         """Let a running request use `digests`, all of which are ready. Returns their slots."""
@@ -139,7 +131,7 @@ class AdapterCache:
         adapter.num_running += 1
         adapter.unload = False
         adapter.last_used_s = now
-        self._in_use.add(adapter.digest)
+        self.in_use.add(adapter.digest)
         self._note(adapter.digest)
         return adapter.slot
 
@@ -151,7 +143,7 @@ class AdapterCache:
             adapter.num_running -= 1
             adapter.last_used_s, adapter.last_step = now, self._arena.last_planned
             if not adapter.num_running:
-                self._in_use.discard(digest)
+                self.in_use.discard(digest)
             self._enter_idle(adapter)
             self._note(digest)
 
@@ -250,13 +242,13 @@ class AdapterCache:
         adapter = self._adapters[digest]
         if adapter.pinned:
             return
-        wanted_blocks = self._pinned_blocks + self._use.most_of(adapter)
+        wanted_blocks = self.pinned_blocks + self._use.most_of(adapter)
         num_pinned = 1 + sum(a.pinned for a in self._adapters.values())
         self._limits.check_pins(digest, num_pinned, wanted_blocks)
         self._leave_idle(adapter)
         adapter.pinned = True
         adapter.last_used_s = now
-        self._pinned_blocks = wanted_blocks
+        self.pinned_blocks = wanted_blocks
         self._note(digest)
         self.prefetch(digest)
 
@@ -266,7 +258,7 @@ class AdapterCache:
         if adapter is None or not adapter.pinned:
             return
         adapter.pinned = False
-        self._pinned_blocks -= self._use.most_of(adapter)
+        self.pinned_blocks -= self._use.most_of(adapter)
         self._enter_idle(adapter)
         self.cancel_prefetch(digest)
         self._note(digest)
@@ -325,8 +317,8 @@ class AdapterCache:
         idle = {a.digest: a for a in adapters if a.is_idle}
         assert self._idle == idle, f"idle {set(self._idle)} != {set(idle)}"
         self._use.check_integrity(resident)
-        assert self._pinned_blocks == sum(self._use.most_of(a) for a in adapters if a.pinned)
-        assert self._in_use == {a.digest for a in adapters if a.num_running}
+        assert self.pinned_blocks == sum(self._use.most_of(a) for a in adapters if a.pinned)
+        assert self.in_use == {a.digest for a in adapters if a.num_running}
         slots = [a.slot for a in resident]
         assert len({*slots, *self._free_slots}) == len(slots) + len(self._free_slots)
         by_owner = self._arena.blocks_by_owner()

@@ -33,7 +33,8 @@ class Arena:
         self._free = list(range(num_blocks - 1, -1, -1))
         self._owners: dict[int, str] = {}
         self._retiring: deque[tuple[int, list[int], list[Extent]]] = deque()
-        self._last_planned = -1
+        self.last_planned = -1
+        """The last step that was given blocks; -1 = there was none."""
         self._last_retired = -1
         self._extents: dict[int, tuple[int, str]] = {}
         """Pages and owner of each owned extent of a split block, by its first page."""
@@ -65,11 +66,6 @@ class Arena:
     def num_loose(self) -> int:
         """Free pages of split blocks."""
         return sum(size * len(first) for size, first in self._free_extents.items())
-
-    @property
-    def last_planned(self) -> int:
-        """The last step that was given blocks; -1 = there was none."""
-        return self._last_planned
 
     def allocate(self, owner: str, count: int) -> list[int]:
         """Give `count` blocks to `owner`, in ascending order, so that adjacent ones can be copied
@@ -133,13 +129,13 @@ class Arena:
 
     def planned(self, step: int) -> None:
         """Note that `step` was given the blocks that are owned now."""
-        assert step > self._last_planned, f"step {step} after {self._last_planned}"
-        self._last_planned = step
+        assert step > self.last_planned, f"step {step} after {self.last_planned}"
+        self.last_planned = step
 
     def retire(self, step: int) -> None:
         """Note that `step` and all before it have finished on the device."""
-        assert self._last_retired < step <= self._last_planned, (
-            f"retire {step}: planned {self._last_planned}, retired {self._last_retired}"
+        assert self._last_retired < step <= self.last_planned, (
+            f"retire {step}: planned {self.last_planned}, retired {self._last_retired}"
         )
         self._last_retired = step
         while self._retiring and self._retiring[0][0] <= step:
@@ -155,10 +151,10 @@ class Arena:
             holder = self._owners.pop(block, None)
             assert holder == owner, f"{owner} frees block {block} of {holder}"
         extents = [self._release(owner, first_page) for first_page in first_pages]
-        last_used = self._last_planned if last_used is None else last_used
+        last_used = self.last_planned if last_used is None else last_used
         if last_used > self._last_retired:
             # Filed under the last step planned, perhaps a later one, to keep the queue in order.
-            self._retiring.append((self._last_planned, list(blocks), extents))
+            self._retiring.append((self.last_planned, list(blocks), extents))
         else:
             self._free.extend(blocks)
             for extent in extents:

@@ -138,9 +138,11 @@ class Engine:
         self._outputs = OutputProcessor(
             self.scheduler, self._grammars, info.eos_token_ids, info.routing
         )
-        self._loads = AdapterLoads(runner, self.cache, self.scheduler.times)
+        self.adapter_loads = AdapterLoads(runner, self.cache, self.scheduler.times)
+        """Loads in progress. The loop sets its `wake`."""
         self._residency_errors: dict[str, LoraplexError] = {}
-        self._may_advance = False
+        self.may_advance = False
+        """True if another step could make progress without a new command."""
         self._in_flight: deque[InFlight] = deque()
         """Steps launched and not collected, oldest first."""
         self._collected_s = 0.0
@@ -148,11 +150,6 @@ class Engine:
         """Whether the step that is being planned has begun loads or evicted adapters."""
         self.announce: Callable[[list[str]], None] = lambda request_ids: None
         """Called with the requests whose first step is about to run."""
-
-    @property
-    def adapter_loads(self) -> AdapterLoads:
-        """Loads in progress. The loop sets its `wake`."""
-        return self._loads
 
     @property
     def page_bytes(self) -> int:
@@ -165,11 +162,6 @@ class Engine:
         sizes = self._arena.num_blocks, self._runner.block_bytes
         max_bytes = int(self._adapter_limits.max_blocks * self._runner.block_bytes)
         return EngineReady(self._info, *sizes, self._runner.layout, max_bytes)
-
-    @property
-    def may_advance(self) -> bool:
-        """True if another step could make progress without a new command."""
-        return self._may_advance
 
     @property
     def has_requests(self) -> bool:
@@ -206,7 +198,7 @@ class Engine:
             tokens = self._collect_oldest()
         if plan.awaits_masks:  # the tokens that they follow are known now
             self._in_flight[-1].launched.choose_tokens()
-        self._may_advance = bool(plan.rows) or is_collecting or self._has_acted
+        self.may_advance = bool(plan.rows) or is_collecting or self._has_acted
         drafted, accepted = self.scheduler.drafts.take_counts()
         return StepOutput(
             step=plan.step,
@@ -214,7 +206,7 @@ class Engine:
             failures=self._outputs.take_failures(),
             residency=self._take_residency(),
             load=self._stats.load(self.scheduler, self._reclaimer, self._arena),
-            copies_s=self._loads.take_copies_s(),
+            copies_s=self.adapter_loads.take_copies_s(),
             drafted=drafted,
             accepted=accepted,
             preemptions=self.scheduler.num_preemptions,
@@ -255,14 +247,14 @@ class Engine:
             case Cancel(request_id):
                 self._outputs.drop(request_id, now)
             case AdapterFetched():
-                self._fail_all(self._loads.fetched(command, now), now)
+                self._fail_all(self.adapter_loads.fetched(command, now), now)
             case FetchFailed(digest, error):
                 self._fetch_failed(digest, error.to_error(), now)
             case Gone(digest):
-                self._loads.gone(digest)
+                self.adapter_loads.gone(digest)
                 self.cache.gone(digest)
             case Prefetch(digest, pin):
-                self._loads.prefetch(digest, pin, now)
+                self.adapter_loads.prefetch(digest, pin, now)
             case Unpin(digest):
                 self.cache.unpin(digest)
             case UnloadAdapter(digest):
@@ -274,7 +266,7 @@ class Engine:
             if (error := self.cache.failures.blocked(digest, now)) is not None:
                 self._outputs.refuse(request, error)
                 return
-            self._loads.awaited(digest, now)
+            self.adapter_loads.awaited(digest, now)
         asked = command.request
         if asked.grammar is None:
             self._queue(request, now)
@@ -289,7 +281,7 @@ class Engine:
 
     def _check(self, requests: Sequence[Request], now: float) -> None:
         """Fail requests that may not run with their adapters, once all adapters are known."""
-        for request, error in self._loads.refusals(requests, self._base):
+        for request, error in self.adapter_loads.refusals(requests, self._base):
             self._outputs.fail(request, error, now)
 
     def _take_opened(self, now: float) -> None:
@@ -303,7 +295,7 @@ class Engine:
     def _fetch_failed(self, digest: str, error: LoraplexError, now: float) -> None:
         """Fail the requests that wait for an adapter. A copy on the device keeps serving without
         its files."""
-        self._loads.fetch_failed(digest)
+        self.adapter_loads.fetch_failed(digest)
         if not self.cache.ready([digest]):
             self.cache.cancel_prefetch(digest)
             self._fail_waiting(digest, error, now)
@@ -314,19 +306,19 @@ class Engine:
         num_changes = self.cache.num_changes
         self._carry_out(now)
         num_wanted = len(self.scheduler.awaiting_copies)
-        if self._loads.await_copies(num_rows, num_wanted, self._stats.step_s):
+        if self.adapter_loads.await_copies(num_rows, num_wanted, self._stats.step_s):
             self._collect(now)
         return self.cache.num_changes > num_changes
 
     def _carry_out(self, now: float) -> None:
         """Begin loads and carry out evictions."""
-        self._has_acted |= self._loads.carry_out(self._stats.step_s)
+        self._has_acted |= self.adapter_loads.carry_out(self._stats.step_s)
         self._collect(now)
 
     def _collect(self, now: float) -> None:
         """Enter adapters that have been copied."""
-        self._fail_all(self._loads.collect(now), now)
-        for digest in self._loads.take_loaded():
+        self._fail_all(self.adapter_loads.collect(now), now)
+        for digest in self.adapter_loads.take_loaded():
             self._check(self.scheduler.waiting_for(digest), now)
 
     def _fail_all(self, failures: Iterable[tuple[str, LoraplexError]], now: float) -> None:
@@ -339,13 +331,13 @@ class Engine:
             self._outputs.fail(request, error, now)
 
     def _take_residency(self) -> list[ResidencyChange]:
-        errors = {**self._loads.refused, **self._residency_errors}
+        errors = {**self.adapter_loads.refused, **self._residency_errors}
         self._residency_errors.clear()
-        self._loads.refused.clear()
+        self.adapter_loads.refused.clear()
         changes = dict(self.cache.take_changes())
         for digest in errors:
             changes.setdefault(digest, self.cache.get(digest))
-        for digest in self._loads.take_moved_on_host():
+        for digest in self.adapter_loads.take_moved_on_host():
             if (adapter := self.cache.get(digest)) is not None:
                 changes.setdefault(digest, adapter)
         return [
@@ -353,7 +345,7 @@ class Engine:
                 digest,
                 adapter,
                 self.page_bytes,
-                self._loads.host_bytes.get(digest, 0),
+                self.adapter_loads.host_bytes.get(digest, 0),
                 errors.get(digest),
             )
             for digest, adapter in changes.items()

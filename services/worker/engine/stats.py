@@ -19,23 +19,19 @@ class EngineStats:
         """`max_running`: most requests in the batch."""
         self._max_running = max_running
         self._steps = 0
-        self._step_s = 0.0
+        self.step_s = 0.0
+        """Mean seconds of a step; 0 = not known yet."""
         self._prefill_tokens_per_s = 0.0
         self._max_distinct_adapters = 0
 
     def measure(self, plan: StepPlan, elapsed_s: float) -> None:
         """Note one step that computed something."""
         self._steps += 1
-        self._step_s = _mean(self._step_s, elapsed_s)
+        self.step_s = _mean(self.step_s, elapsed_s)
         self._max_distinct_adapters = max(self._max_distinct_adapters, plan.num_distinct_adapters)
         if elapsed_s > 0 and (num_prompt_tokens := plan.num_prompt_tokens):
             rate = num_prompt_tokens / elapsed_s
             self._prefill_tokens_per_s = _mean(self._prefill_tokens_per_s, rate)
-
-    @property
-    def step_s(self) -> float:
-        """Mean seconds of a step; 0 = not known yet."""
-        return self._step_s
 
     @property
     def prefill_token_s(self) -> float:
@@ -54,7 +50,7 @@ class EngineStats:
             free_blocks=arena.num_free + arena.num_retiring + idle_blocks,
             idle_blocks=idle_blocks,
             total_blocks=arena.num_blocks,
-            step_s=self._step_s,
+            step_s=self.step_s,
             prefill_tokens_per_s=self._prefill_tokens_per_s,
             max_distinct_adapters=self._max_distinct_adapters,
             steps=self._steps,

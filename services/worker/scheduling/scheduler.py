@@ -65,7 +65,7 @@ class Scheduler:
         self._running = RunningBatch()
         self.runs = self._running.has
         """False once a request has ended. A step in flight may still compute it."""
-        self._waiting = WaitingQueue(cache.tier, self._tenants.served_of)
+        self.waiting = WaitingQueue(cache.tier, self._tenants.served_of)
         self._admission = AdmissionTest(limits, layout, arena, cache, self._running, self._tenants)
         self._allocator = BlockAllocator(layout, arena, prefixes, reclaimer, self._running)
         self._reclaimer = reclaimer
@@ -73,7 +73,7 @@ class Scheduler:
         self._idle_walk: tuple[int, float] | None = None
         """State and time of the last walk over the queue that started nothing."""
         self._num_changes = 0
-        self._deadlines = Deadlines(cache, prefixes, (self._waiting, self._running))
+        self._deadlines = Deadlines(cache, prefixes, (self.waiting, self._running))
         self._lost: list[tuple[Request, LoraplexError]] = []
         """Requests that were found while planning and must be given up before the next plan."""
         self._next_step = 0
@@ -93,13 +93,8 @@ class Scheduler:
         """Requests of the last walk that lacked nothing but their adapters, in its order."""
 
     @property
-    def waiting(self) -> Collection[Request]:
-        """Waiting requests, in no particular order."""
-        return self._waiting
-
-    @property
     def num_waiting(self) -> int:
-        return len(self._waiting)
+        return len(self.waiting)
 
     @property
     def num_running(self) -> int:
@@ -108,12 +103,12 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """True while any request is waiting or running."""
-        return bool(self._waiting or self._running)
+        return bool(self.waiting or self._running)
 
     @property
     def queued_tokens(self) -> int:
         """Number of known tokens whose KV is not computed yet."""
-        return self._waiting.num_tokens + self._running.num_pending
+        return self.waiting.num_tokens + self._running.num_pending
 
     def submit(self, request: Request) -> None:
         """Queue a new or continued request."""
@@ -121,14 +116,14 @@ class Scheduler:
         self._tenants.arrive(request.tenant)
         self._num_changes += 1
         measure(request, self._limits.rope_switch_len)
-        self._waiting.push(request)
+        self.waiting.push(request)
         if (error := self._admission.too_large(request)) is not None:
             self._lost.append((request, error))
         self._deadlines.watch(request)
 
     def remove(self, request_id: str, now: float) -> Request | None:
         """Remove a finished, cancelled or failed request and free its blocks immediately."""
-        request = self._waiting.pop(request_id)
+        request = self.waiting.pop(request_id)
         if request is None and (request := self._running.pop(request_id)) is not None:
             self._vacate(request, now)
         if request is not None:
@@ -139,7 +134,7 @@ class Scheduler:
 
     def waiting_for(self, digest: str) -> list[Request]:
         """Requests that cannot start without this adapter."""
-        return self._waiting.needing(digest)
+        return self.waiting.needing(digest)
 
     def expired(self, now: float) -> list[tuple[Request, LoraplexError]]:
         """Requests to give up, each returned once: those that are past their deadline, waiting ones
@@ -164,7 +159,7 @@ class Scheduler:
             return self._number(())
         for request in must_go:
             self._preempt(request, now)
-        shares, budget = self.budget.share(self._running, bool(self._waiting))
+        shares, budget = self.budget.share(self._running, bool(self.waiting))
         wanted = self._allocator.wanted(shares)
         has_preempted = False
         if not self._allocator.grow_all(wanted, now):
@@ -242,8 +237,8 @@ class Scheduler:
         """Assert that the block tables of requests agree with the arena."""
         self._arena.check_integrity()
         self._cache.check_integrity()
-        self._waiting.check_integrity()
-        for request in self._waiting:
+        self.waiting.check_integrity()
+        for request in self.waiting:
             assert not request.block_tables and not request.num_computed, request.request_id
         self._allocator.check_integrity()
         self._running.check_integrity(self._layout.tokens_per_block)
@@ -255,7 +250,7 @@ class Scheduler:
         """Return a running request to the queue. All of its KV is computed again later."""
         self._running.pop(request.request_id)
         self._vacate(request, now)
-        self._waiting.push(request)
+        self.waiting.push(request)
         self._num_changes += 1
         self.num_preemptions += 1
 
@@ -269,7 +264,7 @@ class Scheduler:
         A walk over the queue that started nothing is repeated only after a relevant change, or
         after `REWALK_S`.
         """
-        if not self._waiting and not self._cache.has_prefetches:
+        if not self.waiting and not self._cache.has_prefetches:
             self.is_full, self.awaiting_copies, self._reclaimer.spared = False, [], ()
             return []
         state = self._num_changes + self._cache.num_changes
@@ -286,7 +281,7 @@ class Scheduler:
         """Returns the rows of requests that start, and whether the next walk may start more even if
         nothing changes in between."""
         self.is_full, self.awaiting_copies = False, []
-        walk = self._waiting.walk(self._cluster(now))
+        walk = self.waiting.walk(self._cluster(now))
         queue_pass = QueuePass(walk, budget, self.budget.max_prompt_tokens())
         while (request := next(queue_pass.walk, None)) is not None:
             if not self._visit(request, queue_pass, now):
@@ -299,7 +294,7 @@ class Scheduler:
     def _cluster(self, now: float) -> Cluster | None:
         """The adapters in use, if enough of them are and many requests wait."""
         limits, in_use = self._limits, self._cache.in_use
-        is_short = len(self._waiting) < limits.min_cluster_queue * len(self._running)
+        is_short = len(self.waiting) < limits.min_cluster_queue * len(self._running)
         if not limits.cluster_size or is_short or len(in_use) < limits.cluster_size:
             return None
         return Cluster(frozenset(in_use), now - limits.max_cluster_age_s)
@@ -378,7 +373,7 @@ class Scheduler:
             self._running.pop(request.request_id)
             self._vacate(request, now)
             return None
-        self._waiting.pop(request.request_id)
+        self.waiting.pop(request.request_id)
         if request.first_scheduled_s is None:
             request.first_scheduled_s = now
             request.num_cached = request.num_computed

@@ -64,19 +64,15 @@ class EngineClient:
         self._writer: asyncio.StreamWriter | None = None
         self._outbox: list[Command] = []
         self._heard_s = 0.0
-        self._is_up = False
-        self._is_hung = False
-
-    @property
-    def is_up(self) -> bool:
+        self.is_up = False
         """True while commands can be sent."""
-        return self._is_up
+        self._is_hung = False
 
     def state(self) -> dict[str, Any]:
         """The state of the engine process, for /debug/state."""
         heard = self._heard_s and round(time.monotonic() - self._heard_s, 3)
         return {
-            "is_up": self._is_up,
+            "is_up": self.is_up,
             "process_id": self._process and self._process.pid,
             "silence_s": heard,
             "step_timeout_s": self._step_timeout_s,
@@ -88,7 +84,7 @@ class EngineClient:
         Raises:
             Unavailable: the engine is not up.
         """
-        if not self._is_up:
+        if not self.is_up:
             raise Unavailable("the engine is starting", reason="ENGINE_DOWN", retry_after_s=1.0)
         if not self._outbox:
             asyncio.get_running_loop().call_soon(self._flush)
@@ -109,7 +105,7 @@ class EngineClient:
             try:
                 await self._live_once()
             finally:
-                was_up, self._is_up = self._is_up, False
+                was_up, self.is_up = self.is_up, False
                 if was_up:
                     self._listener.engine_down(_engine_lost())
                 code = await self._reap(was_up)
@@ -172,7 +168,7 @@ class EngineClient:
         elif isinstance(message, PrefetchCopied):
             self._listener.prefetch_copied(message.digest, message.device_bytes)
         elif isinstance(message, EngineReady):
-            self._is_up = True
+            self.is_up = True
             self._listener.engine_up(message, time.time_ns() // 1_000_000)
         else:
             raise _by_setting(message.error.to_error())
@@ -183,7 +179,7 @@ class EngineClient:
         while True:
             await asyncio.sleep(PING_INTERVAL_S)
             silence_s = time.monotonic() - self._heard_s
-            if not self._is_up or silence_s < PING_INTERVAL_S:
+            if not self.is_up or silence_s < PING_INTERVAL_S:
                 continue
             if silence_s > self._step_timeout_s:
                 self._is_hung = True
@@ -194,7 +190,7 @@ class EngineClient:
 
     def _flush(self) -> None:
         commands, self._outbox = self._outbox, []
-        if self._is_up and self._writer is not None:
+        if self.is_up and self._writer is not None:
             self._writer.write(frame(StepInput(commands)))
 
     async def _reap(self, was_up: bool) -> int:
