@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypedDict
@@ -14,8 +13,8 @@ from starlette.routing import Route
 from loraplex.api.request import Prompt, TokenPrompt
 from loraplex.errors import InvalidRequest, LoraplexError, Unavailable
 from loraplex_services.common.callers import Caller
-from loraplex_services.common.tenant_slots import TenantSlots
 from loraplex_services.gateway.http.body import STRING, Body
+from loraplex_services.gateway.http.collected import LargeAnswers
 from loraplex_services.gateway.http.json_body import read_json
 from loraplex_services.gateway.http.prompts import parse_conversation, parse_prompts
 from loraplex_services.gateway.http.sse import compact_json, json_in_parts
@@ -30,8 +29,6 @@ from loraplex_services.gateway.workers.fleet import Fleet
 
 _MANY_TOKENS = 2048
 """Answers of more tokens are formatted in a thread."""
-_NUM_FORMATS = 2
-"""Number of such answers that are formatted at one time."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -86,15 +83,13 @@ class DetokenizeResponse(TypedDict):
     prompt: str
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class TokenizeEndpoints:
     """Endpoints over the tokenizers of bases and adapters."""
 
-    def __init__(
-        self, caller: Callable[[Request], Awaitable[Caller]], encoder: PromptEncoder
-    ) -> None:
-        self._caller = caller
-        self._encoder = encoder
-        self._formats = TenantSlots(_NUM_FORMATS, max_held=1)
+    caller: Callable[[Request], Awaitable[Caller]]
+    encoder: PromptEncoder
+    large: LargeAnswers
 
     def routes(self) -> list[Route]:
         return [
@@ -104,9 +99,9 @@ class TokenizeEndpoints:
 
     async def tokenize(self, request: Request) -> Response:
         """POST /tokenize with `prompt` or `messages`."""
-        caller = await self._caller(request)
+        caller = await self.caller(request)
         call = parse_tokenize(await read_json(request, caller))
-        served, ids = await self._encoder.encode(call.model, caller, call.prompt, call.field)
+        served, ids = await self.encoder.encode(call.model, caller, call.prompt, call.field)
         name_of = served.tokenizer.tokens.name_of
 
         def formatted() -> bytes:
@@ -122,9 +117,9 @@ class TokenizeEndpoints:
 
     async def detokenize(self, request: Request) -> Response:
         """POST /detokenize with `tokens`; special tokens are shown."""
-        caller = await self._caller(request)
+        caller = await self.caller(request)
         model, ids = parse_detokenize(await read_json(request, caller))
-        served = await self._encoder.served(model, caller, TokenPrompt(ids))
+        served = await self.encoder.served(model, caller, TokenPrompt(ids))
         if len(ids) > served.model.max_model_len:
             raise InvalidRequest.field(
                 "tokens", len(ids), f"at most {served.model.max_model_len} tokens, the context"
@@ -144,12 +139,11 @@ class TokenizeEndpoints:
     async def _response(
         self, caller: Caller, num_tokens: int, formatted: Callable[[], bytes]
     ) -> Response:
-        """JSON. Many tokens are formatted in a thread, one answer of a tenant at a time."""
+        """JSON. Many tokens are formatted in a thread."""
         if num_tokens <= _MANY_TOKENS:
             content = formatted()
         else:
-            async with self._formats.held(caller.tenant, "answers with many tokens"):
-                content = await asyncio.to_thread(formatted)
+            content = await self.large.formatted(caller.tenant, formatted)
         return Response(content, media_type="application/json")
 
 
