@@ -17,7 +17,7 @@ from loraplex.client.registry_client import RegistryClient
 from loraplex.client.settings import Credentials
 from loraplex.errors import AdapterNotFound, Unavailable
 from loraplex.v1 import registry_pb2 as pb
-from loraplex_services.registry.index.catalog import PREFIX
+from loraplex_services.registry.index.redis_calls import PREFIX
 from tests.registry.house import adapter_files, register_base, write_folder
 from tests.registry.process import RegistryProcess
 

@@ -55,6 +55,7 @@ from loraplex_services.registry.index.items import IndexChange, Item, arguments_
 from loraplex_services.registry.index.open_uploads import OpenUploads
 from loraplex_services.registry.index.recent_uses import RecentUses
 from loraplex_services.registry.index.redis_calls import (
+    PREFIX,
     CatalogDown,
     NoIndex,
     text,
@@ -64,7 +65,6 @@ from loraplex_services.registry.index.redis_calls import (
 from loraplex_services.registry.index.usage_counters import UsageCounters
 from loraplex_services.registry.records import BaseRecord, VersionRecord
 
-PREFIX = "loraplex:"
 MAX_EVENTS = 100_000
 """Events kept for watchers that resume; those further behind get a snapshot."""
 MAX_EVENT_BYTES = 256 << 20
@@ -99,15 +99,15 @@ class Catalog:
         that was behind when it took over, has the same epoch and a smaller number, or an epoch
         that was replaced."""
         self._replaced: deque[str] = deque(maxlen=_MAX_REPLACED)
-        self.events = Events(client, PREFIX)
+        self.events = Events(client)
         self.feed = EventFeed(self.position, self.events.read)
         """The newest events, for watchers."""
         self.snapshot_lock = asyncio.Lock()
         """Held while one page of a watcher's snapshot is built. When many watches begin at once,
         other calls are answered between two pages."""
-        self.usage_counters = UsageCounters(client, PREFIX)
-        self.open_uploads = OpenUploads(client, PREFIX)
-        self.recent_uses = RecentUses(client, PREFIX)
+        self.usage_counters = UsageCounters(client)
+        self.open_uploads = OpenUploads(client)
+        self.recent_uses = RecentUses(client)
         self._lookups = RequestBatcher(self._find_all, _MAX_AT_ONCE)
         self._notes = RequestBatcher(self._note_all, _MAX_AT_ONCE)
         self._changes = RequestBatcher(self._apply_all, _MAX_AT_ONCE)

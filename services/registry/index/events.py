@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import redis.asyncio
 
-from loraplex_services.registry.index.redis_calls import text, translated
+from loraplex_services.registry.index.redis_calls import PREFIX, text, translated
 
 MAX_READ = 500
 """Most events in one read, and in one answer to a watcher."""
@@ -30,9 +30,8 @@ class StoredEvent(NamedTuple):
 class Events:
     """Reads what `apply.lua` adds to the stream."""
 
-    def __init__(self, client: redis.asyncio.Redis, prefix: str) -> None:
+    def __init__(self, client: redis.asyncio.Redis) -> None:
         self._redis = client
-        self._prefix = prefix
 
     async def read(
         self, epoch: str, after: int, count: int, block_ms: int | None = None
@@ -46,7 +45,7 @@ class Events:
         num_bytes = 0
         while len(found) < count and num_bytes < MAX_READ_BYTES:
             wanted = min(_EVENTS_AT_ONCE, count - len(found))
-            position: Any = {f"{self._prefix}{epoch}:events": f"{after}-0"}
+            position: Any = {f"{PREFIX}{epoch}:events": f"{after}-0"}
             async with translated():
                 answer: Any = await self._redis.xread(position, count=wanted, block=block_ms)
             some = [_event(id_, fields[b"e"]) for id_, fields in answer[0][1]] if answer else []

@@ -11,7 +11,7 @@ import redis.asyncio
 
 from loraplex.errors import ResourceExhausted
 from loraplex_services.common.limits import MAX_OPEN_UPLOADS_PER_TENANT
-from loraplex_services.registry.index.redis_calls import translated, wait
+from loraplex_services.registry.index.redis_calls import PREFIX, translated, wait
 
 MAX_AGE_S = 24 * 3600.0
 """How long the bytes of an unfinished upload are kept."""
@@ -37,10 +37,9 @@ milliseconds."""
 class OpenUploads:
     """Every method raises CatalogDown if Redis is unavailable."""
 
-    def __init__(self, client: redis.asyncio.Redis, prefix: str) -> None:
+    def __init__(self, client: redis.asyncio.Redis) -> None:
         self._redis = client
         self._sum = client.register_script(_SUM)
-        self._prefix = prefix
 
     async def num_bytes(self, tenant: str, but: str = "") -> int:
         """Declared bytes of a tenant's unfinished uploads, except one of them.
@@ -73,4 +72,4 @@ class OpenUploads:
             await wait(self._redis.hdel(self._key(tenant), upload))
 
     def _key(self, tenant: str) -> str:
-        return f"{self._prefix}open-uploads:{tenant}"
+        return f"{PREFIX}open-uploads:{tenant}"

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 import redis.asyncio
 
 from loraplex_services.common.limits import EPHEMERAL_S
-from loraplex_services.registry.index.redis_calls import text, translated, wait
+from loraplex_services.registry.index.redis_calls import PREFIX, text, translated, wait
 
 _FORGOTTEN_AT_ONCE = 1000
 
@@ -19,9 +19,8 @@ _FORGOTTEN_AT_ONCE = 1000
 class RecentUses:
     """Every method raises CatalogDown if Redis is unavailable."""
 
-    def __init__(self, client: redis.asyncio.Redis, prefix: str) -> None:
+    def __init__(self, client: redis.asyncio.Redis) -> None:
         self._redis = client
-        self._prefix = prefix
 
     async def note(self, scopes: Iterable[str]) -> None:
         """Note that adapters were used now. Those that no ephemeral version can have are
@@ -53,4 +52,4 @@ class RecentUses:
                 await wait(self._redis.zrem(self._key(tenant), *some))
 
     def _key(self, tenant: str) -> str:
-        return f"{self._prefix}uses:{tenant}"
+        return f"{PREFIX}uses:{tenant}"

@@ -1,4 +1,4 @@
-"""Wraps calls to Redis: typed errors, and text instead of bytes."""
+"""Wraps calls to Redis: the prefix of keys, typed errors, and text instead of bytes."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 from loraplex.errors import Unavailable
 from loraplex_services.common.redis_url import is_closed_transport
 
+PREFIX = "loraplex:"
+"""The beginning of every key."""
 _STATES = ("BUSY", "MISCONF", "NOREPLICAS")
 """First words of errors without a type in redis-py that concern the server, not the command."""
 _FULL = "its memory is full; raise its maxmemory"

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import redis.asyncio
 
-from loraplex_services.registry.index.redis_calls import text, translated
+from loraplex_services.registry.index.redis_calls import PREFIX, text, translated
 
 _FIELDS_AT_ONCE = 1000
 _BEGUN = "begun"
@@ -21,22 +21,21 @@ return 1
 class UsageCounters:
     """Every method raises CatalogDown if Redis is unavailable."""
 
-    def __init__(self, client: redis.asyncio.Redis, prefix: str) -> None:
+    def __init__(self, client: redis.asyncio.Redis) -> None:
         self._redis = client
-        self._prefix = prefix
         self._add_usage = client.register_script(_ADD_USAGE)
 
     async def has(self, day: str) -> bool:
         """Whether there are counts of a day."""
         async with translated():
-            return bool(await self._redis.exists(f"{self._prefix}usage:{day}"))
+            return bool(await self._redis.exists(f"{PREFIX}usage:{day}"))
 
     async def of_day(self, day: str, begin: str = "") -> dict[str, int]:
         """The counts of a day by field, of fields that begin with `begin`, which has no
         wildcards."""
         async with translated():
             found = self._redis.hscan_iter(
-                f"{self._prefix}usage:{day}", match=f"{begin}*", count=_FIELDS_AT_ONCE
+                f"{PREFIX}usage:{day}", match=f"{begin}*", count=_FIELDS_AT_ONCE
             )
             numbers = {text(name): int(number) async for name, number in found}
         numbers.pop(_BEGUN, None)
@@ -44,7 +43,7 @@ class UsageCounters:
 
     async def seed(self, day: str, counts: Mapping[str, int], kept_days: int) -> None:
         """Begin a day with counts that were copied before, where nothing was counted since."""
-        key = f"{self._prefix}usage:{day}"
+        key = f"{PREFIX}usage:{day}"
         async with translated(), self._redis.pipeline(transaction=True) as pipe:
             for name, number in {_BEGUN: 0, **counts}.items():
                 pipe.hsetnx(key, name, str(number))
@@ -57,7 +56,7 @@ class UsageCounters:
             part
             for day, counts in days.items()
             for name, number in counts.items()
-            for part in (f"{self._prefix}usage:{day}", name, number)
+            for part in (f"{PREFIX}usage:{day}", name, number)
         ]
         async with translated():
-            await self._add_usage(keys=[f"{self._prefix}usage-report:{report_id}"], args=arguments)
+            await self._add_usage(keys=[f"{PREFIX}usage-report:{report_id}"], args=arguments)

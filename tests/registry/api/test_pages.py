@@ -19,9 +19,8 @@ from loraplex_services.registry.access.permissions import Access
 from loraplex_services.registry.api import server
 from loraplex_services.registry.assembly import Registry
 from loraplex_services.registry.index import catalog as catalog_module
-from loraplex_services.registry.index.catalog import PREFIX
 from loraplex_services.registry.index.found import Cursor
-from loraplex_services.registry.index.redis_calls import CatalogDown
+from loraplex_services.registry.index.redis_calls import PREFIX, CatalogDown
 from loraplex_services.registry.records import PUBLIC
 from tests.registry.conftest import ServedRegistry
 from tests.registry.house import publish, upload

@@ -18,8 +18,8 @@ from loraplex_services.registry.index import catalog as catalog_module
 from loraplex_services.registry.index import events as events_module
 from loraplex_services.registry.index import feed as feed_module
 from loraplex_services.registry.index import watch as watch_module
-from loraplex_services.registry.index.catalog import PREFIX
 from loraplex_services.registry.index.items import version_item
+from loraplex_services.registry.index.redis_calls import PREFIX
 from loraplex_services.registry.index.watch import Batch, watch
 from loraplex_services.registry.records import PRIVATE, PUBLIC
 from tests.registry.house import publish

@@ -9,8 +9,8 @@ import redis.asyncio
 
 from loraplex_services.registry.assembly import Registry
 from loraplex_services.registry.index import catalog as catalog_module
-from loraplex_services.registry.index.catalog import PREFIX
 from loraplex_services.registry.index.items import version_item
+from loraplex_services.registry.index.redis_calls import PREFIX
 from tests.registry.house import publish
 
 OTHER = f"sha256:{64 * '0'}"

@@ -16,7 +16,7 @@ from loraplex_services.registry.api.convert import event_to_proto
 from loraplex_services.registry.assembly import Registry
 from loraplex_services.registry.index import feed as feed_module
 from loraplex_services.registry.index import watch as watch_module
-from loraplex_services.registry.index.catalog import PREFIX
+from loraplex_services.registry.index.redis_calls import PREFIX
 from loraplex_services.registry.index.watch import Batch, watch
 from loraplex_services.registry.publish.tags import TagAddress
 from loraplex_services.registry.records import PRIVATE, PUBLIC

@@ -9,7 +9,8 @@ import redis.asyncio
 from loraplex_services.common.redis_url import connect_redis
 from loraplex_services.registry import layout
 from loraplex_services.registry.assembly import Registry
-from loraplex_services.registry.index.catalog import PREFIX, Catalog
+from loraplex_services.registry.index.catalog import Catalog
+from loraplex_services.registry.index.redis_calls import PREFIX
 from loraplex_services.registry.maintenance.gc import Collector
 from loraplex_services.registry.maintenance.housekeeping import collect_once, collect_regularly
 from tests.registry.house import ANY_AGE_S, publish

@@ -21,11 +21,11 @@ from loraplex_services.registry.access.lookup import Query
 from loraplex_services.registry.access.permissions import Access
 from loraplex_services.registry.access.sharing import SharingChange
 from loraplex_services.registry.assembly import Registry, assemble
-from loraplex_services.registry.index.catalog import PREFIX, Catalog
+from loraplex_services.registry.index.catalog import Catalog
 from loraplex_services.registry.index.found import Cursor
 from loraplex_services.registry.index.items import IndexChange
 from loraplex_services.registry.index.metadata_server import MetadataServer
-from loraplex_services.registry.index.redis_calls import CatalogDown
+from loraplex_services.registry.index.redis_calls import PREFIX, CatalogDown
 from loraplex_services.registry.publish.tags import TagAddress
 from loraplex_services.registry.records import PUBLIC, TagRecord, TenantRecord
 from tests.registry.house import publish, tiny_base

@@ -20,8 +20,8 @@ from loraplex_services.registry.access.permissions import Access
 from loraplex_services.registry.access.sharing import SharingChange
 from loraplex_services.registry.api.publish_options import options_from_proto
 from loraplex_services.registry.assembly import Registry
-from loraplex_services.registry.index import catalog
 from loraplex_services.registry.index import found as found_module
+from loraplex_services.registry.index import redis_calls
 from loraplex_services.registry.publish import claims, retention
 from loraplex_services.registry.records import PRIVATE, PUBLIC, VersionRecord
 from tests.registry.house import publish
@@ -181,7 +181,9 @@ async def test_an_adapter_whose_ephemeral_versions_ended_leaves_the_index_and_ke
 
     async def seconds_left(name: str) -> list[int]:
         kinds = ("a", "t")
-        return [await raw.ttl(f"{catalog.PREFIX}{epoch}:{kind}:default/{name}") for kind in kinds]
+        return [
+            await raw.ttl(f"{redis_calls.PREFIX}{epoch}:{kind}:default/{name}") for kind in kinds
+        ]
 
     ephemeral = await publish(registry, "doc-1", 1, ttl_s=60.0)
     await publish(registry, "sql", 2)
@@ -194,7 +196,7 @@ async def test_an_adapter_whose_ephemeral_versions_ended_leaves_the_index_and_ke
     assert await seconds_left("sql") == [-1, -1], "a version of it was no ephemeral one"
     assert (await publish(registry, "doc-1", 1, ttl_s=60.0)).version.version == 2
     assert await seconds_left("doc-1") == [-1, -1]
-    await raw.delete(*(f"{catalog.PREFIX}{epoch}:{kind}:default/doc-1" for kind in "at"))
+    await raw.delete(*(f"{redis_calls.PREFIX}{epoch}:{kind}:default/doc-1" for kind in "at"))
     assert (await publish(registry, "doc-1", 4, ttl_s=60.0)).version.version == 3
     await raw.aclose()
 
@@ -203,7 +205,7 @@ async def test_an_adapter_is_listed_for_other_tenants_only_while_it_has_a_versio
     registry: Registry, metadata_url: str
 ) -> None:
     raw = redis.asyncio.Redis.from_url(metadata_url)
-    listed = f"{catalog.PREFIX}{await registry.catalog.epoch()}:shared"
+    listed = f"{redis_calls.PREFIX}{await registry.catalog.epoch()}:shared"
     await publish(registry, "doc-1", 1, ttl_s=60.0)
     await registry.sharing.set("default", "doc-1", SharingChange(PUBLIC), "tester")
     assert await raw.zrange(listed, 0, -1) == [b"default/doc-1"]
