@@ -19,22 +19,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _NUMBERS = re.compile(r"[0-9]+")
-_GRPC_NAMES = {
-    1: "CANCELLED",
-    3: "INVALID_ARGUMENT",
-    4: "DEADLINE_EXCEEDED",
-    5: "NOT_FOUND",
-    6: "ALREADY_EXISTS",
-    7: "PERMISSION_DENIED",
-    8: "RESOURCE_EXHAUSTED",
-    9: "FAILED_PRECONDITION",
-    10: "ABORTED",
-    12: "UNIMPLEMENTED",
-    13: "INTERNAL",
-    14: "UNAVAILABLE",
-    15: "DATA_LOSS",
-    16: "UNAUTHENTICATED",
-}
 
 
 def print_json(value: Any) -> None:
@@ -139,8 +123,10 @@ def print_error(error: LoraplexError, *, as_json: bool) -> None:
         for line in lines:
             print(f"  {line}", file=sys.stderr)
         return
+    from google.rpc import code_pb2
+
     body = {
-        "code": _GRPC_NAMES[codes_of(error).grpc],
+        "code": code_pb2.Code.Name(codes_of(error).grpc),
         "reason": error.reason,
         "message": error.message,
         "violations": [dataclasses.asdict(violation) for violation in error.violations],

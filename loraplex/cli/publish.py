@@ -31,8 +31,10 @@ if TYPE_CHECKING:
     from loraplex.client.publishing import Publication
     from loraplex.client.registry_client import RegistryClient
 
-DIR_HELP = "folder written by PEFT's save_pretrained, snapshot in a Hugging Face cache, or OCI "
-"image layout"
+DIR_HELP = (
+    "folder written by PEFT's save_pretrained, snapshot in a Hugging Face cache, or OCI image "
+    "layout"
+)
 
 
 def add(commands: Commands) -> None:

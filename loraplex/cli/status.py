@@ -16,19 +16,6 @@ if TYPE_CHECKING:
     )
 
 
-LOAD_COLUMNS = (
-    "WORKER",
-    "STATE",
-    "RUN",
-    "WAIT",
-    "BLOCKS",
-    "CACHED",
-    "ON DEVICE",
-    "MOST ADAPTERS IN A STEP",
-    "STEP",
-)
-
-
 def print_status(status: Status, *, as_json: bool) -> None:
     """Print a status as tables, or as one JSON object."""
     if as_json:
@@ -61,7 +48,8 @@ def print_status(status: Status, *, as_json: bool) -> None:
         for worker in status.workers
     ]
     print()
-    print_table((*LOAD_COLUMNS, "ARITHMETIC"), rows)
+    load = ("RUN", "WAIT", "BLOCKS", "CACHED", "ON DEVICE", "MOST ADAPTERS IN A STEP", "STEP")
+    print_table(("WORKER", "STATE", *load, "ARITHMETIC"), rows)
     for worker in status.workers:
         for adapter in worker.adapters:
             where = adapter.residency

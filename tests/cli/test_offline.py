@@ -176,8 +176,10 @@ def _parsers(parser: Any) -> list[Any]:
     ],
     ids=lambda parser: parser.prog,
 )
-def test_every_help_has_an_example(parser: Any) -> None:
+def test_every_help_has_an_example_and_no_text_that_breaks_off(parser: Any) -> None:
     assert "example:\n  " in parser.format_help()
+    texts = [action.help for action in parser._actions if action.help]
+    assert [text for text in texts if text.endswith((" ", ","))] == []
 
 
 def test_one_server_flag_fits_all_commands_that_do_anything() -> None:
