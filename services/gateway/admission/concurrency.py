@@ -10,28 +10,20 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
-from typing import Protocol
 
 from loraplex.api.tenants import TenantLimits
+from loraplex_services.gateway.admission.controller import AdmissionController
 from loraplex_services.gateway.admission.rate_limit_store import RateLimitStore
 
 ASK_INTERVAL_S = 0.25
 
 
-class TenantSequences(Protocol):
-    """The part of the admission controller that tenant limits need."""
-
-    def num_running_of(self, tenant: str) -> int: ...
-
-    def set_limit(self, tenant: str, max_running: int | None) -> None: ...
-
-
 class TenantConcurrency:
     """The sequences that this gateway may run for each tenant with a limit."""
 
-    def __init__(self, rate_limit_store: RateLimitStore, sequences: TenantSequences) -> None:
+    def __init__(self, rate_limit_store: RateLimitStore, controller: AdmissionController) -> None:
         self._rate_limit_store = rate_limit_store
-        self._sequences = sequences
+        self._controller = controller
         self._limits: dict[str, int] = {}
         """Limit of each tenant that holds or needs a lease; 0 = it has none any more."""
         self._wanted: dict[str, int] = {}
@@ -49,7 +41,7 @@ class TenantConcurrency:
         self._wanted[tenant] = self._wanted.get(tenant, 0) + num_sequences
         try:
             if is_new:
-                self._sequences.set_limit(tenant, 0)
+                self._controller.set_limit(tenant, 0)
                 await self._ask(tenant)
             yield
         finally:
@@ -66,17 +58,17 @@ class TenantConcurrency:
     async def _ask(self, tenant: str) -> None:
         """Renew the lease of one tenant, or forget a tenant without requests or limit."""
         limit, wanted = self._limits[tenant], self._wanted[tenant]
-        running = self._sequences.num_running_of(tenant)
+        running = self._controller.num_running_of(tenant)
         if not limit:
-            self._sequences.set_limit(tenant, None)
+            self._controller.set_limit(tenant, None)
             if not wanted:
                 del self._limits[tenant], self._wanted[tenant]
             return
         # Ask for more than is needed now: the next request need not wait for an answer.
         asked = min(limit, 2 * wanted + 4) if wanted else 0
         leased = await self._rate_limit_store.hold(tenant, limit, asked, running)
-        if wanted or self._wanted[tenant] or self._sequences.num_running_of(tenant):
-            self._sequences.set_limit(tenant, leased)
+        if wanted or self._wanted[tenant] or self._controller.num_running_of(tenant):
+            self._controller.set_limit(tenant, leased)
         else:
-            self._sequences.set_limit(tenant, None)
+            self._controller.set_limit(tenant, None)
             del self._limits[tenant], self._wanted[tenant]

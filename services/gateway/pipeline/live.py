@@ -13,7 +13,7 @@ import logging
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Collection, Coroutine, Sequence
 from contextlib import ExitStack, asynccontextmanager
-from typing import Any, Protocol
+from typing import Any
 
 from loraplex.api.request import UpdatePolicy
 from loraplex.errors import DeadlineExceeded, InvalidRequest, LoraplexError, ResourceExhausted
@@ -28,6 +28,7 @@ from loraplex_services.gateway.registry.resolve import Resolver
 from loraplex_services.gateway.registry.snapshot import Adapter, Version
 from loraplex_services.gateway.request import GenerateCall, Target
 from loraplex_services.gateway.routing.steering import Steering
+from loraplex_services.gateway.workers.fleet import Fleet
 
 logger = logging.getLogger(__name__)
 
@@ -57,14 +58,6 @@ class PauseMode(enum.StrEnum):
     """Running requests are paused, and continue afterwards."""
 
 
-class LoadingWorkers(Protocol):
-    """The part of the fleet that switches need."""
-
-    async def load(
-        self, address: str, digest: str, timeout_s: float, *, when_fetched: bool
-    ) -> None: ...
-
-
 class LiveRequest:
     """A `PreparedRequest` that waits or runs; made by `LiveRequests`, which can interrupt it."""
 
@@ -85,16 +78,14 @@ class LiveRequest:
 class LiveRequests:
     """The requests that wait or run, the pauses, and the switches to other versions."""
 
-    def __init__(
-        self, resolver: Resolver, workers: LoadingWorkers, *, limits_prompts: bool = False
-    ) -> None:
+    def __init__(self, resolver: Resolver, fleet: Fleet, *, limits_prompts: bool = False) -> None:
         """Follows the tags of `resolver` from now on.
 
         Args:
             limits_prompts: requests are refused while the prompts of their tenant hold too much.
         """
         self._resolver = resolver
-        self._workers = workers
+        self._fleet = fleet
         self._live: set[LiveRequest] = set()
         self._following: set[LiveRequest] = set()
         """Those of them that follow tags."""
@@ -310,7 +301,7 @@ class LiveRequests:
             return
         await self._loads.wait(
             key,
-            lambda: self._workers.load(address, digest, LOAD_TIMEOUT_S, when_fetched=True),
+            lambda: self._fleet.load(address, digest, LOAD_TIMEOUT_S, when_fetched=True),
         )
         self._loaded_s.put(key, loop.time())
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
-from typing import Protocol
 
 from loraplex.api.registry import Tag
 from loraplex.api.residency import Tier
@@ -22,9 +21,11 @@ from loraplex.errors import (
     Unavailable,
 )
 from loraplex_services.gateway.clock import now_s
+from loraplex_services.gateway.registry.link import RegistryLink
 from loraplex_services.gateway.registry.resolve import Resolver
 from loraplex_services.gateway.registry.snapshot import Version
 from loraplex_services.gateway.routing.router import rendezvous_order
+from loraplex_services.gateway.workers.fleet import Fleet
 from loraplex_services.gateway.workers.view import WorkerView
 
 logger = logging.getLogger(__name__)
@@ -37,27 +38,13 @@ _TRANSIENT = (Unavailable, DeadlineExceeded, ResourceExhausted)
 """Failures that are worth a retry."""
 
 
-class StagingWorkers(Protocol):
-    """The part of the fleet that staging needs."""
-
-    def views(self, base_id: str | None = None) -> list[WorkerView]: ...
-
-    async def load(self, address: str, digest: str, timeout_s: float) -> None: ...
-
-
-class Moves(Protocol):
-    """The part of the registry that staging needs."""
-
-    async def finish_staged_move(self, tag: Tag, failure: str) -> None: ...
-
-
 class Stager:
     """One task for each pending tag."""
 
-    def __init__(self, resolver: Resolver, workers: StagingWorkers, moves: Moves) -> None:
+    def __init__(self, resolver: Resolver, fleet: Fleet, registry: RegistryLink) -> None:
         self._resolver = resolver
-        self._workers = workers
-        self._moves = moves
+        self._fleet = fleet
+        self._registry = registry
         self._tasks: dict[tuple[str, str, str], tuple[int, asyncio.Task[None]]] = {}
 
     async def run(self) -> None:
@@ -87,7 +74,7 @@ class Stager:
         failure = await self._loaded(tag)
         while True:
             try:
-                await self._moves.finish_staged_move(tag, failure)
+                await self._registry.finish_staged_move(tag, failure)
                 logger.info("staged move finished", extra=_fields(tag, failure or "moved"))
                 return
             except Conflict:
@@ -122,11 +109,11 @@ class Stager:
             if version is None:
                 return False
             old = [snapshot.version(tag.tenant, tag.name, old.version) for old in tag.targets]
-            views = self._workers.views(version.base_id)
+            views = self._fleet.views(version.base_id)
             chosen = workers_to_load(views, version, [v.digest for v in old if v is not None])
             if not chosen:
                 return False
-            loads += [self._workers.load(v.address, version.digest, timeout_s) for v in chosen]
+            loads += [self._fleet.load(v.address, version.digest, timeout_s) for v in chosen]
         await asyncio.gather(*loads)
         return True
 

@@ -14,6 +14,7 @@ from loraplex.api.registry import UsageEntry
 from loraplex.api.registry_wire import usage_entry_to_proto
 from loraplex.errors import LoraplexError
 from loraplex.v1 import registry_pb2
+from loraplex_services.gateway.registry.link import RegistryLink
 
 logger = logging.getLogger(__name__)
 
@@ -44,13 +45,6 @@ class UsageCounts:
 UsageByKey = Mapping[DailyUsageKey, UsageCounts]
 
 
-class UsageReceiver(Protocol):
-    """The part of the registry that stores usage."""
-
-    async def record_usage(self, report: registry_pb2.RecordUsageRequest) -> None:
-        """Add a report, once. Raises: LoraplexError."""
-
-
 class UsageSource(Protocol):
     """The part of the gateway that counts usage."""
 
@@ -64,7 +58,7 @@ class UsageSource(Protocol):
 class UsageReports:
     """Reports of one gateway."""
 
-    def __init__(self, registry: UsageReceiver, usage: UsageSource) -> None:
+    def __init__(self, registry: RegistryLink, usage: UsageSource) -> None:
         self._registry = registry
         self._usage = usage
         self._unsent: registry_pb2.RecordUsageRequest | None = None
