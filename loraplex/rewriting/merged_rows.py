@@ -48,7 +48,7 @@ def merged_rows(
     replaced = first.module.full or first.module.base_copy
     own = first.source(replaced) if replaced is not None else source
     tokens = _token_rows(first)
-    pairs = [(share, *_pair(share)) for share in shares if share.module.rank]
+    pairs = [(share, *share.adapter.pair(share.module)) for share in shares if share.module.rank]
 
     def rows(begin: int, end: int) -> Array:
         total = own.rows(begin, end)
@@ -92,16 +92,3 @@ def _token_rows(share: ModuleShare) -> dict[int, Array]:
     if info is None:
         return {}
     return dict(zip(share.module.token_ids, share.adapter.tensor(info), strict=True))
-
-
-def _pair(share: ModuleShare) -> tuple[Array, Array]:
-    """A `[rank, in]` and B `[out, rank]` of a module, also of one expert."""
-    module = share.module
-    a_info, b_info = module.a or module.embedding_a, module.b or module.embedding_b
-    assert a_info is not None and b_info is not None, "validated as a pair"
-    a, b = share.adapter.tensor(a_info), share.adapter.tensor(b_info)
-    if module.expert is not None:
-        index = module.expert.index
-        a = a[index * module.rank : (index + 1) * module.rank]
-        b = b[:, index :: module.expert.num_experts]
-    return a, b

@@ -26,6 +26,7 @@ from loraplex.adapter_format import (
 )
 from loraplex.adapter_format.files import MAX_BYTES
 from loraplex.adapter_format.folder import read_folder
+from loraplex.adapter_format.report import AdapterModule
 from loraplex.adapter_format.safetensors_header import (
     DTYPE_BYTES,
     TensorInfo,
@@ -57,6 +58,17 @@ class Opened:
     def tensor(self, info: TensorInfo) -> Array:
         """A tensor as float32, whatever its stored dtype."""
         return read_tensor(self.content.tensor_path, info)
+
+    def pair(self, module: AdapterModule) -> tuple[Array, Array]:
+        """A `[rank, in]` and B `[out, rank]` of a module, also of one expert."""
+        a_info, b_info = module.a or module.embedding_a, module.b or module.embedding_b
+        assert a_info is not None and b_info is not None, "validated as a pair"
+        a, b = self.tensor(a_info), self.tensor(b_info)
+        if module.expert is not None:
+            index = module.expert.index
+            a = a[index * module.rank : (index + 1) * module.rank]
+            b = b[:, index :: module.expert.num_experts]
+        return a, b
 
 
 def read_rows(path: Path, info: TensorInfo, begin: int, end: int) -> Array:

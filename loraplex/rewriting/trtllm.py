@@ -136,14 +136,7 @@ def _rows(
 
 
 def _row(adapter: Opened, module: AdapterModule, base: CheckpointFolder | None) -> _Row:
-    assert module.a is not None and module.b is not None, (
-        "a linear's pair, checked by _trtllm_module"
-    )
-    a, b = adapter.tensor(module.a), adapter.tensor(module.b)
-    if module.expert is not None:
-        index = module.expert.index
-        a = a[index * module.rank : (index + 1) * module.rank]
-        b = b[:, index :: module.expert.num_experts]
+    a, b = adapter.pair(module)
     b = b * np.float32(module.scale)
     if module.magnitude is None:
         return _Row(module.rank, a, b)

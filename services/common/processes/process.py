@@ -31,8 +31,13 @@ a request that wakes the loop ten times would be 50 ms late while the answer of 
 formatted in a thread."""
 
 
-def die_with_parent() -> None:
-    """On Linux, have this process killed when its parent ends."""
+def begin_child(name: str) -> None:
+    """Set up a process of a service, which logs as `name`. Signals to end are for the service; on
+    Linux, this process is killed when its parent ends."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+    print_stacks_on_signal()
+    setup_logging(name, switches.LOG_LEVEL.read(os.environ), switches.LOG_FORMAT.read(os.environ))
     if sys.platform == "linux":
         pr_set_pdeathsig = 1
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)

@@ -246,7 +246,7 @@ class AdminService(registry_pb2_grpc.RegistryServiceServicer):
         access = caller_access()
         tenant, name = parse_name(request.name, access.tenant)
         access.require("publisher", tenant)
-        publish_options.check_adapter_labels(request.set_labels, "set_labels")
+        publish_options.check_adapter_labels(request.set_labels)
         check_chars("description", request.description, MAX_DESCRIPTION_CHARS)
         if (num_removed := len(request.remove_labels)) > MAX_LABELS:
             why = f"an adapter has at most {MAX_LABELS} labels"

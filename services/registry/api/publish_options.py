@@ -98,19 +98,16 @@ def check_labels(labels: Mapping[str, str], field: str) -> None:
             raise InvalidRequest.field(f"{field}[{key[:80]}]", value, description)
     check_label_bytes(labels, field)
     if ROPE_FIELD in labels:
-        _check_rope_label(labels[ROPE_FIELD], f"{field}[{ROPE_FIELD}]")
+        try:
+            rope_scaling.parse(labels[ROPE_FIELD])
+        except InvalidAdapter as error:
+            field, why = f"{field}[{ROPE_FIELD}]", error.message
+            raise InvalidRequest.field(field, labels[ROPE_FIELD], why) from None
 
 
-def check_adapter_labels(labels: Mapping[str, str], field: str) -> None:
+def check_adapter_labels(labels: Mapping[str, str]) -> None:
     """Raises InvalidRequest as `check_labels`, and for one that only a version can have."""
-    check_labels(labels, field)
+    check_labels(labels, "set_labels")
     if ROPE_FIELD in labels:
         why = "belongs to a version, which never changes; publish one with this label"
-        raise InvalidRequest.field(f"{field}[{ROPE_FIELD}]", "", why)
-
-
-def _check_rope_label(label: str, field: str) -> None:
-    try:
-        rope_scaling.parse(label)
-    except InvalidAdapter as error:
-        raise InvalidRequest.field(field, label, error.message) from None
+        raise InvalidRequest.field(f"set_labels[{ROPE_FIELD}]", "", why)

@@ -148,23 +148,19 @@ class Bases:
 
     async def _check_no_adapter(self, base_id: str) -> None:
         tenant, slash, name = base_id.partition("/")
-        adapters = [(tenant, name.lower())] if slash else [("default", base_id.lower())]
-        for adapter in adapters:
-            prefix = layout.versions_folder(*adapter)
-            if "/" in adapter[1] or not _plain(prefix):
-                continue
-            async for _ in self._store.list_objects(prefix):
-                raise AlreadyExists(
-                    f"{base_id!r} is the name of an adapter; serve the base under another id"
-                )
+        if not slash:
+            tenant, name = "default", base_id
+        prefix = layout.versions_folder(tenant, name.lower())
+        if "/" in name or prefix != prefix.lower() or "//" in prefix:
+            return
+        async for _ in self._store.list_objects(prefix):
+            raise AlreadyExists(
+                f"{base_id!r} is the name of an adapter; serve the base under another id"
+            )
 
 
 def _without_modules(base: BaseRecord) -> BaseRecord:
     return dataclasses.replace(base, geometry=dataclasses.replace(base.geometry, modules=()))
-
-
-def _plain(prefix: str) -> bool:
-    return prefix == prefix.lower() and "//" not in prefix
 
 
 def _chosen(bases: list[BaseRecord], wanted: str, named: str) -> BaseRecord | None:

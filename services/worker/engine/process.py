@@ -22,10 +22,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from loraplex.errors import InvalidRequest, LoraplexError
-from loraplex_services.common.processes.process import die_with_parent
-from loraplex_services.common.processes.stacks import print_stacks_on_signal
-from loraplex_services.common.settings.switches import LOG_FORMAT, LOG_LEVEL, STEP_TRACE
-from loraplex_services.common.telemetry.log import setup_logging
+from loraplex_services.common.processes.process import begin_child
+from loraplex_services.common.settings.switches import STEP_TRACE
 from loraplex_services.worker.engine.engine import Engine
 from loraplex_services.worker.engine.step_trace import TracedRunner
 from loraplex_services.worker.runner.parallel.messages import RankLost
@@ -178,11 +176,7 @@ def main() -> int:
         "--fd", type=int, required=True, help="inherited socket to the API server process"
     )
     server = ServerSocket(socket.socket(fileno=parser.parse_args().fd))
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, signal.SIG_IGN)
-    print_stacks_on_signal()
-    die_with_parent()
-    setup_logging("engine", LOG_LEVEL.read(os.environ), LOG_FORMAT.read(os.environ))
+    begin_child("engine")
     try:
         return _serve(server)
     except ServerGone:

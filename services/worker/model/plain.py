@@ -75,15 +75,15 @@ def read_plain(
 
 
 def read_layer_types(
-    reader: ModelConfigReader, num_layers: int, default: Sequence[str]
+    reader: ModelConfigReader, num_layers: int, default: Sequence[str], other: str = SLIDING
 ) -> tuple[str, ...]:
-    """`layer_types`, each full or sliding attention."""
+    """`layer_types`, each full attention or `other`."""
     types = reader.get("layer_types", list(default))
     if not isinstance(types, list) or len(types) != num_layers:
         raise reader.refuse("layer_types", types, f"must be a list of {num_layers} names")
     for name in types:
-        if name not in (FULL, SLIDING):
-            raise reader.refuse("layer_types", name, f"is not served; known: {FULL}, {SLIDING}")
+        if name not in (FULL, other):
+            raise reader.refuse("layer_types", name, f"is not served; known: {FULL}, {other}")
     return tuple(types)
 
 

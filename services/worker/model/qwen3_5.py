@@ -14,7 +14,7 @@ from loraplex_services.worker.layers.gated_delta_net import GatedDeltaNet, Split
 from loraplex_services.worker.model.build import Builder, Modules, dense_mlp
 from loraplex_services.worker.model.config_reader import ModelConfigReader
 from loraplex_services.worker.model.decoder import Decoder, Mixer, Mlp
-from loraplex_services.worker.model.plain import FULL, Defaults, read_plain
+from loraplex_services.worker.model.plain import FULL, Defaults, read_layer_types, read_plain
 from loraplex_services.worker.model.qwen_moe import read_moe
 from loraplex_services.worker.model.rope_config import rope_parameters
 from loraplex_services.worker.model.sparse import ExpertNames, sparse_mlp
@@ -93,12 +93,7 @@ def _of_text(reader: ModelConfigReader) -> ModelConfigReader:
 def _read_recurrence(reader: ModelConfigReader, num_layers: int) -> RecurrenceConfig:
     period = reader.integer("full_attention_interval", 4)
     default = [RECURRENT if (layer + 1) % period else FULL for layer in range(num_layers)]
-    types = reader.get("layer_types", default)
-    if not isinstance(types, list) or len(types) != num_layers:
-        raise reader.refuse("layer_types", types, f"must be a list of {num_layers} names")
-    for name in types:
-        if name not in (FULL, RECURRENT):
-            raise reader.refuse("layer_types", name, f"is not served; known: {FULL}, {RECURRENT}")
+    types = read_layer_types(reader, num_layers, default, RECURRENT)
     if FULL not in types or RECURRENT not in types:
         raise reader.refuse("layer_types", types[0], f"must have {FULL} and {RECURRENT}")
     num_key_heads = reader.integer("linear_num_key_heads", 16)

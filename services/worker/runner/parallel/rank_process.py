@@ -11,7 +11,6 @@ import argparse
 import logging
 import os
 import select
-import signal
 import socket
 import sys
 import threading
@@ -26,11 +25,8 @@ import torch
 from torch import Tensor
 
 from loraplex.errors import LoraplexError
-from loraplex_services.common.processes.process import die_with_parent
+from loraplex_services.common.processes.process import begin_child
 from loraplex_services.common.processes.secret import read_secret
-from loraplex_services.common.processes.stacks import print_stacks_on_signal
-from loraplex_services.common.settings.switches import LOG_FORMAT, LOG_LEVEL
-from loraplex_services.common.telemetry.log import setup_logging
 from loraplex_services.worker.adapters.device.loader import CopiedImage
 from loraplex_services.worker.runner.building import build_rank
 from loraplex_services.worker.runner.parallel.collectives import Meeting, reach_store
@@ -145,11 +141,7 @@ def main() -> int:
     """Process entry. The exit code is 0 if rank 0 has gone, REFUSED_STATUS if the rank cannot be
     part of the group."""
     arguments = _arguments()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, signal.SIG_IGN)
-    print_stacks_on_signal()
-    die_with_parent()
-    setup_logging("engine", LOG_LEVEL.read(os.environ), LOG_FORMAT.read(os.environ))
+    begin_child("engine")
     try:
         return _serve(arguments, read_secret())
     except LoraplexError as error:
