@@ -19,6 +19,8 @@ MIN_STEPS = 20
 """Fewer say nothing."""
 
 STEP_FIELDS = ("idle", "rows", "prompts", "tokens", "kv_tokens", "adapter_bytes")
+STEP_COSTS = ("idle_s", "row_s", "prompt_s", "token_s", "kv_token_s", "adapter_byte_s")
+"""The cost of each of these fields."""
 DRAFT_FIELDS = ("drafted_rows", "new_drafted_rows", "accepted", "refused_rows")
 LEAD_TOKENS = NUM_MATCHED
 """Tokens of a repetition that are generated before the scheduler finds drafts."""
@@ -92,18 +94,9 @@ def _with_steps(costs: Costs, steps: list[dict[str, Any]]) -> Costs:
         for step in steps
     ]
     found = fit(rows, [step["step_s"] for step in steps])
-    step_s, idle_s, row_s, prompt_s, token_s, kv_token_s, byte_s, many_row_s = found
-    costs = dataclasses.replace(
-        costs,
-        step_s=step_s,
-        idle_s=idle_s,
-        row_s=row_s,
-        many_row_s=many_row_s,
-        prompt_s=prompt_s,
-        token_s=token_s,
-        kv_token_s=kv_token_s,
-        adapter_byte_s=byte_s,
-    )
+    names = ("step_s", *STEP_COSTS, "many_row_s")
+    changes: dict[str, Any] = dict(zip(names, found, strict=True))
+    costs = dataclasses.replace(costs, **changes)
     return dataclasses.replace(costs, step_spread=_spread(costs, steps))
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from loraplex_services.simulate.costs import Costs
+from loraplex_services.simulate.flags import ROOFLINE_NAMES
 
 TOKENS_PER_BLOCK = 16
 
@@ -86,11 +87,8 @@ def roofline(base: Base, gpu: Gpu) -> Roofline:
 
 ROOFLINES: Mapping[str, Roofline] = MappingProxyType(
     {
-        f"{base}@{gpu}": roofline(BASES[base], GPUS[gpu])
-        for base, gpu in (
-            ("llama-7b", "a10g"),
-            ("llama-7b", "a100-80g"),
-            ("llama-13b", "a100-80g"),
-        )
+        name: roofline(BASES[base], GPUS[gpu])
+        for name in ROOFLINE_NAMES
+        for base, _, gpu in [name.partition("@")]
     }
 )

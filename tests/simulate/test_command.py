@@ -10,8 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from loraplex_services.simulate.flags import ROOFLINE_NAMES
-from loraplex_services.simulate.rooflines import ROOFLINES
 from tests.simulate.fleets import COSTS
 
 SHORT = (
@@ -51,7 +49,6 @@ def test_json_holds_the_figures_and_is_the_same_every_time(costs: str) -> None:
 
 
 def test_a_roofline_is_named_instead_of_a_file_and_brings_its_memory() -> None:
-    assert tuple(ROOFLINES) == ROOFLINE_NAMES
     done = simulate("--costs", "llama-7b@a10g", *SHORT, "--json")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["num_finished"] == 40

@@ -11,7 +11,7 @@ from operator import itemgetter
 from loraplex.errors import InvalidRequest
 from loraplex_services.common.callers import note_read
 from loraplex_services.common.documents import encode, intact
-from loraplex_services.common.objects import After, ObjectInfo, ObjectStore
+from loraplex_services.common.objects import After, ObjectStore
 from loraplex_services.common.ulid import first_ulid, time_of_ulid, ulid
 from loraplex_services.registry import layout
 from loraplex_services.registry.index.gathering import RequestBatcher
@@ -124,10 +124,10 @@ class Audit:
         Stores list forwards only, so this looks through windows of time, each before the last one:
         short where entries are dense, twice as long after every empty one.
         """
-        oldest = [info.key async for info in _first(self._store.list_objects(layout.AUDIT))]
+        oldest = await anext(self._store.list_objects(layout.AUDIT), None)
         end_s = now_s() if before == _END else time_of_ulid(before.rpartition("/")[2])
         window_s = _WINDOW_S
-        while oldest and before > oldest[0]:
+        while oldest is not None and before > oldest.key:
             end_s -= window_s
             begin = _key_before(end_s)
             keys = []
@@ -140,12 +140,6 @@ class Audit:
             keys.reverse()
             for at in range(0, len(keys), _BATCH_KEYS):
                 yield keys[at : at + _BATCH_KEYS]
-
-
-async def _first(infos: AsyncIterator[ObjectInfo]) -> AsyncIterator[ObjectInfo]:
-    async for info in infos:
-        yield info
-        return
 
 
 def _key_before(time_s: float) -> str:

@@ -15,7 +15,6 @@ from loraplex_services.registry.index.usage import (
     UsageKey,
     by_key,
     field_of,
-    parse_day,
 )
 
 MAX_ENTRIES = 10_000
@@ -84,6 +83,6 @@ def entries_to_proto(days: Iterable[UsageDay], tenant: str, model: str) -> list[
 
 def _day(field: str, text: str) -> datetime.date:
     try:
-        return parse_day(text)
+        return datetime.date.fromisoformat(text)
     except ValueError:
         raise InvalidRequest.field(field, text, "must be a day as YYYY-MM-DD") from None

@@ -18,8 +18,6 @@ from loraplex_services.registry.index.catalog import Catalog
 from loraplex_services.registry.index.redis_calls import CatalogDown
 
 MAX_DAYS = 400
-KEPT_DAYS = 40
-"""How long the metadata server keeps a day."""
 _COPIED_DAYS = 3
 """Number of days that may still change: reports of a day arrive a little after its end."""
 COUNTERS = (
@@ -68,7 +66,7 @@ class UsageBook:
         """Add a report, once. Raises: CatalogDown."""
         for day in days:
             if not await self._counters.has(day):
-                await self._counters.seed(day, await self._copy(day), KEPT_DAYS)
+                await self._counters.seed(day, await self._copy(day))
         await self._counters.add(report_id, days)
 
     async def read(
@@ -131,8 +129,3 @@ def by_key(counts: Counts) -> dict[UsageKey, dict[str, int]]:
 def _days(since: datetime.date, until: datetime.date) -> Iterable[str]:
     for number in range((until - since).days + 1):
         yield (since + datetime.timedelta(days=number)).isoformat()
-
-
-def parse_day(text: str) -> datetime.date:
-    """Raises: ValueError unless it is YYYY-MM-DD."""
-    return datetime.date.fromisoformat(text)

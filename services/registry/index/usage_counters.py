@@ -8,6 +8,8 @@ import redis.asyncio
 
 from loraplex_services.registry.index.redis_calls import PREFIX, text, translated
 
+KEPT_DAYS = 40
+"""How long Redis keeps a day."""
 _FIELDS_AT_ONCE = 1000
 _BEGUN = "begun"
 """A field that keeps the hash of a day without counts."""
@@ -41,13 +43,13 @@ class UsageCounters:
         numbers.pop(_BEGUN, None)
         return numbers
 
-    async def seed(self, day: str, counts: Mapping[str, int], kept_days: int) -> None:
+    async def seed(self, day: str, counts: Mapping[str, int]) -> None:
         """Begin a day with counts that were copied before, where nothing was counted since."""
         key = f"{PREFIX}usage:{day}"
         async with translated(), self._redis.pipeline(transaction=True) as pipe:
             for name, number in {_BEGUN: 0, **counts}.items():
                 pipe.hsetnx(key, name, str(number))
-            pipe.expire(key, kept_days * 24 * 3600)
+            pipe.expire(key, KEPT_DAYS * 24 * 3600)
             await pipe.execute()
 
     async def add(self, report_id: str, days: Mapping[str, Mapping[str, int]]) -> None:

@@ -178,7 +178,7 @@ async def _copy_blob(
 
 
 async def _each(works: Iterable[Awaitable[None]]) -> None:
-    """Apply a function to all items, a few at the same time."""
+    """Await all works, a few at the same time."""
     free = asyncio.Semaphore(NUM_COPIES)
 
     async def one(work: Awaitable[None]) -> None:

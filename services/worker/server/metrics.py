@@ -191,10 +191,6 @@ class AdapterCollector(Collector):
         self._status = status
         self._max_loras = max_loras
 
-    def register(self) -> None:
-        """Make the metrics visible."""
-        REGISTRY.register(self)
-
     def collect(self) -> Iterable[GaugeMetricFamily]:
         """The residency metrics."""
         adapters = list(self._status.adapters())
@@ -212,8 +208,12 @@ class AdapterCollector(Collector):
         if len(shown) > MAX_ADAPTER_LABELS:
             loaded.add_metric(["other", "", "", ""], len(shown) - MAX_ADAPTER_LABELS)
         yield loaded
-        yield _gauge("vllm:num_gpu_loaded_lora_adapters", "Adapters on the device", len(on_device))
-        yield _gauge("vllm:max_gpu_lora_adapters", "Slots of the device tables", self._max_loras)
+        yield GaugeMetricFamily(
+            "vllm:num_gpu_loaded_lora_adapters", "Adapters on the device", len(on_device)
+        )
+        yield GaugeMetricFamily(
+            "vllm:max_gpu_lora_adapters", "Slots of the device tables", self._max_loras
+        )
         yield self._requests_info(adapters)
         yield _by_tier(
             "loraplex_worker_adapters",
@@ -251,7 +251,3 @@ def _by_tier(name: str, text: str, values: Mapping[Tier, int]) -> GaugeMetricFam
     for tier, value in values.items():
         gauge.add_metric([tier.name.lower()], value)
     return gauge
-
-
-def _gauge(name: str, text: str, value: float) -> GaugeMetricFamily:
-    return GaugeMetricFamily(name, text, value=value)

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
+from prometheus_client import REGISTRY
 
 from loraplex.errors import InvalidRequest
 from loraplex_services.common.grpc import server as grpc_server
@@ -76,7 +77,7 @@ async def _serve(config: WorkerConfig, folder: Path) -> None:
         config.service_token,
         api_server.debug_state,
     )
-    AdapterCollector(status, MAX_RESIDENT).register()
+    REGISTRY.register(AdapterCollector(status, MAX_RESIDENT))
     if config.metrics_listen:
         await metrics.start(config.metrics_listen)
     tasks = [

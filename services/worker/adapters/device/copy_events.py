@@ -4,25 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from typing import Any, Protocol
+
+from torch.cuda import Event
 
 from loraplex_services.worker.adapters.pack.image import ImageIndex
-
-
-class Event(Protocol):
-    """The used part of `torch.cuda.Event` with timing."""
-
-    def query(self) -> bool:
-        """True if all work before it is done."""
-        ...
-
-    def wait(self) -> None:
-        """Let the current stream wait for it."""
-        ...
-
-    def elapsed_time(self, end_event: Any, /) -> float:
-        """Milliseconds from this one to `end_event`; both are done."""
-        ...
 
 
 class StallTimer:

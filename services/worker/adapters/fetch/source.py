@@ -14,7 +14,6 @@ import logging
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
 
 from loraplex.adapter_format.files import File
 from loraplex.adapter_format.manifest import MAX_MANIFEST_BYTES, digest_of, parse_manifest
@@ -24,6 +23,7 @@ from loraplex.refs import check_digest
 from loraplex_services.common.objects.store import ObjectMissing, ObjectStore, blob_key, read_chunks
 from loraplex_services.worker.adapters.fetch.disk_cache import DiskAdapter, DiskCache
 from loraplex_services.worker.adapters.fetch.fetch_limiter import FetchLimiter
+from loraplex_services.worker.adapters.fetch.pack_pool import PackPool
 from loraplex_services.worker.adapters.pack.image import image_path
 from loraplex_services.worker.cache.backoff import Backoff
 
@@ -33,22 +33,6 @@ MAX_FETCHES = 8
 """Most adapters that are fetched at the same time."""
 SMALL_BYTES = 64 << 10
 """Writing this many bytes takes less time than a thread takes to start."""
-
-
-class Preparing(Protocol):
-    """Makes or verifies images of adapters; implemented by `pack_pool.PackPool`."""
-
-    fingerprint: str
-    """Fingerprint of the layout for which images are made."""
-
-    async def prepare(self, folder: Path, sha256: str) -> int:
-        """The pages of the folder's verified image; 0 = the engine has to make it. Raises DataLoss
-        if the tensors have another sha256, and what the process raised."""
-        ...
-
-    async def close(self) -> None:
-        """Prepare nothing more."""
-        ...
 
 
 class AdapterSource:
@@ -62,14 +46,14 @@ class AdapterSource:
     ) -> None:
         self._store = store
         self._disk = disk
-        self._pool: Preparing | None = None
+        self._pool: PackPool | None = None
         self._clock = clock
         self._backoff = Backoff()
         self._under_way: dict[str, asyncio.Task[DiskAdapter]] = {}
         self._limiter = FetchLimiter(MAX_FETCHES, disk.is_leased)
         self._closing: list[asyncio.Task[None]] = []
 
-    def pack_with(self, pool: Preparing) -> None:
+    def pack_with(self, pool: PackPool) -> None:
         """The processes that verify and pack, once the engine has reported its base."""
         old, self._pool = self._pool, pool
         if old is not None:
