@@ -111,7 +111,7 @@ def peft_parameter(name: str) -> str:
 
 
 def parameter_part(name: str) -> tuple[str, str]:
-    """For a linear of a base: the module that LoRA on its parameter makes, and the parameter's name
+    """The module that LoRA on the parameter of a base's linear makes, and the parameter's name
     in transformers, where all experts of a layer are one parameter."""
     match = _LINEAR.fullmatch(name)
     if match is None:

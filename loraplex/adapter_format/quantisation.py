@@ -325,7 +325,7 @@ def _compressed_scheme(weights: _Keys, stored: str) -> Scheme:
 
 
 def _gguf(keys: _Keys) -> Schemes:
-    """Of a folder that a worker made of a GGUF file: the modules of each tensor type."""
+    """The modules of each tensor type, in a folder that a worker made of a GGUF file."""
     found = []
     for kind, modules in keys.get("tensor_types", {}).items():
         layout = f"gguf-{kind}"

@@ -110,7 +110,7 @@ class RoutingShape:
 
 @dataclass(frozen=True, slots=True)
 class RoutedExperts:
-    """Which experts computed consecutive tokens of one prompt and its output."""
+    """The experts that computed consecutive tokens of one prompt and its output."""
 
     start: int
     """Position of the first of these tokens, counted from the start of the prompt."""
@@ -139,14 +139,14 @@ class RoutedExperts:
         return self.routing.dtype
 
     def between(self, start: int, end: int) -> RoutedExperts:
-        """Those of positions [start, end), which are among these."""
+        """The experts of positions [start, end), which must be among these."""
         size = self.routing.token_bytes
         own = self.experts[(start - self.start) * size : (end - self.start) * size]
         return RoutedExperts(start, self.routing, own)
 
 
 def joined_experts(parts: Iterable[RoutedExperts | None]) -> RoutedExperts | None:
-    """Those of consecutive tokens as one; None without any."""
+    """Join the experts of consecutive tokens; None if there are none."""
     found = [part for part in parts if part is not None]
     if not found:
         return None

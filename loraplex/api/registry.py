@@ -76,7 +76,7 @@ class AdapterVersion:
 
 @dataclass(frozen=True, slots=True)
 class Sharing:
-    """Who may use an adapter in addition to its owner."""
+    """The tenants that may use an adapter in addition to its owner."""
 
     name: str
     visibility: str

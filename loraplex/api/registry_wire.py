@@ -51,7 +51,7 @@ def adapter_version(message: pb.AdapterVersion) -> AdapterVersion:
 
 
 def sharing(name: str, message: pb.SetSharingResponse) -> Sharing:
-    """Who may use the adapter `name`."""
+    """The sharing of the adapter `name`."""
     return Sharing(
         name,
         _VISIBILITY.get(message.visibility, "private"),

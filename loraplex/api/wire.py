@@ -148,7 +148,7 @@ def _copier(field: FieldDescriptor) -> Callable[[Any], object] | None:
 
 
 def _by_key(values: Mapping[Any, Any]) -> dict[Any, Any]:
-    """In a message, the order of keys differs from process to process."""
+    """A map of a message, ordered by key: its own order differs from process to process."""
     return dict(sorted(values.items()))
 
 

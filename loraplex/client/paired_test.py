@@ -69,7 +69,8 @@ class PairedTest:
 
     @property
     def standard_error(self) -> float:
-        """That of the mean, as a description: decisions do not depend on it. Infinite at first."""
+        """The standard error of the mean, as a description: decisions do not depend on it. Infinite
+        at first."""
         if self.num_pairs < 2:
             return math.inf
         return math.sqrt(self._squares / (self.num_pairs - 1) / self.num_pairs)

@@ -307,7 +307,8 @@ class Gateway:
         return RegistryClient(self._config.registry_address, credentials)
 
     def _host_rule(self) -> HostRule | None:
-        """With keys any Host is accepted, because pages of other sites cannot know a key."""
+        """The hosts that requests may name. With keys, any is accepted, because pages of other
+        sites cannot know a key."""
         if self._keys is not None:
             return None
         host = self._config.http_listen.rpartition(":")[0].strip("[]")

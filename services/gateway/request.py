@@ -59,7 +59,7 @@ class GenerateCall(GenerateRequest):
 
 @dataclass(frozen=True, slots=True)
 class Truncation:
-    """Which tokens of a prompt that is too long are used."""
+    """The tokens that are used of a prompt that is too long."""
 
     max_tokens: int
     keeps_end: bool

@@ -32,7 +32,7 @@ class Due:
     first_token_s: float | None = None
 
     def shifted(self, by_s: float) -> Due:
-        """So much later."""
+        """The same moments, so much later."""
         return Due(*(None if s is None else s + by_s for s in (self.end_s, self.first_token_s)))
 
 
@@ -91,7 +91,8 @@ class SimulatedGateway:
         self._replica_counts.end(key)
 
     def step_ended(self) -> None:
-        """Some worker has events. All workers report together, no more often than one would."""
+        """Note that some worker has events. All workers report together, no more often than one
+        would."""
         if self._controller is not None and self._controller.num_waiting and self._is_due():
             self._controller.workers_changed()
 

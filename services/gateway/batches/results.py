@@ -50,7 +50,7 @@ class Result:
 
     @property
     def outcome(self) -> str:
-        """For metrics: "ok", "failed", or "skipped" if it was not sent."""
+        """The outcome for metrics: "ok", "failed", or "skipped" if it was not sent."""
         if self.is_output:
             return "ok"
         return "failed" if self.counts.failed else "skipped"

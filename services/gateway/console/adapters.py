@@ -56,7 +56,7 @@ _SORTS: Mapping[str, Callable[[Listing, Mapping[str, int]], Any]] = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AdapterQuery:
-    """Which adapters, in which order."""
+    """The adapters that a page shows, and their order."""
 
     search: str = ""
     """Part of a name, a tenant, a tag or a label as key=value."""

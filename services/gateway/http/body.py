@@ -224,7 +224,7 @@ class Body:
         return biases
 
     def named(self, names: Collection[str]) -> dict[str, Any]:
-        """Those of the named fields that the body has, for the caller to check."""
+        """The fields of these names that the body has, for the caller to check."""
         found = {name: self.raw(name) for name in names}
         return {name: value for name, value in found.items() if value is not None}
 

@@ -47,7 +47,7 @@ class TokenIds(PromptIds, total=False):
 
 
 class WeightsSpan(TypedDict):
-    """Which adapters computed the tokens from `start` on."""
+    """The adapters that computed the tokens from `start` on."""
 
     start: int
     length: int

@@ -242,7 +242,7 @@ class LoadHistory:
 
 
 def _models(steps: Sequence[_Step], prefix: str) -> tuple[ModelLoad, ...]:
-    """Those whose names begin with `prefix`, with most tokens first."""
+    """The models whose names begin with `prefix`, those with most tokens first."""
     total: dict[str, _ModelCounts] = {}
     for step in steps:
         for model, counts in step.models.items():

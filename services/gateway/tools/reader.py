@@ -171,7 +171,7 @@ def valid_json(text: str) -> str | None:
 
 
 def _refuse(word: str) -> NoReturn:
-    """For NaN and infinities, which `json.loads` takes otherwise."""
+    """Refuse NaN and infinities, which `json.loads` accepts by default."""
     raise ValueError(f"{word} is not JSON")
 
 

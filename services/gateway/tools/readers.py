@@ -68,7 +68,7 @@ def _only_calls(delta: Delta) -> Delta:
 
 
 def _first_call(delta: Delta) -> Delta:
-    """For `parallel_tool_calls: false`."""
+    """Keep only the first call, for `parallel_tool_calls: false`."""
     return replace(delta, calls=[call for call in delta.calls if call.index == 0])
 
 

@@ -59,7 +59,7 @@ class IndexPage:
 
 
 def found_of(tags: list[bytes], versions: list[bytes], adapter: bytes) -> Found:
-    """From documents of the index."""
+    """An adapter, from documents of the index."""
     records = (record_of(TagRecord, value) for value in tags)
     return Found(
         tuple(sorted((tag for tag in records if tag.is_shown), key=lambda tag: tag.tag)),
@@ -69,7 +69,7 @@ def found_of(tags: list[bytes], versions: list[bytes], adapter: bytes) -> Found:
 
 
 def page_of(epoch: str, adapters: list[list[Any]], is_last: bool) -> IndexPage:
-    """From the answer of `page.lua`."""
+    """A page, from the answer of `page.lua`."""
     found = [(text(scope), found_of(tags, versions, adapter))
              for scope, adapter, tags, versions, _ in adapters]  # fmt: skip
     end = None if is_last else Cursor(found[-1][0], int(adapters[-1][4]))
@@ -77,5 +77,5 @@ def page_of(epoch: str, adapters: list[list[Any]], is_last: bool) -> IndexPage:
 
 
 def record_of(cls: Any, value: bytes) -> Any:
-    """From a document of the index, `<generation> <JSON>`."""
+    """A record, from a document of the index, `<generation> <JSON>`."""
     return decode(cls, value.split(b" ", 1)[1])

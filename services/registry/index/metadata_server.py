@@ -116,7 +116,8 @@ def find_binary() -> Path:
 
 
 def _socket_path(state_dir: Path) -> Path:
-    """In the state folder, or in a private temporary folder if that path is too long."""
+    """The path of the socket: in the state folder, or in a private temporary folder if that path is
+    too long."""
     path = state_dir.absolute() / "metadata.sock"
     if len(os.fsencode(path)) <= _MAX_SOCKET_PATH_BYTES:
         return path

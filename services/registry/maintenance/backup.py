@@ -159,7 +159,7 @@ async def _copy_blobs(
 async def _copy_blob(
     source: ObjectStore, target: ObjectStore, info: ObjectInfo, result: CopyResult
 ) -> None:
-    """Nothing is written if the bytes are not those of the name, or are deleted meanwhile."""
+    """Copy a blob, unless its bytes are not those of its name, or are deleted meanwhile."""
     writer, sha256 = target.writer(), hashlib.sha256()
     try:
         async for data in read_chunks(source, info.key, 0, info.size):

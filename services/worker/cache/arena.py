@@ -203,8 +203,8 @@ class Arena:
             self._free.append(first_page // size)
 
     def blocks_by_owner(self) -> dict[str, set[int]]:
-        """Who owns what, and of split blocks a part. Walks all blocks: for tests and integrity
-        checks."""
+        """The blocks of each owner, and its parts of split blocks. Walks all blocks: for tests and
+        integrity checks."""
         owned: dict[str, set[int]] = {}
         for block, owner in self._owners.items():
             owned.setdefault(owner, set()).add(block)

@@ -16,7 +16,7 @@ class Ranks(Protocol):
 
     @property
     def shard(self) -> Shard:
-        """Which rank this is."""
+        """The number of this rank, and of all."""
         ...
 
     @property

@@ -137,7 +137,7 @@ class Builder:
 
     @property
     def shard(self) -> Shard:
-        """Which part of the base is built."""
+        """The part of the base that is built."""
         return self.operators.ranks.shard
 
     @property

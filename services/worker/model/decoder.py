@@ -273,7 +273,7 @@ class Decoder:
 
     @property
     def expert_share(self) -> float:
-        """Of the weights that a step of one token reads, the share of routed experts."""
+        """The share of routed experts in the weights that a step of one token reads."""
         moe = self.config.moe
         if moe is None:
             return 0.0

@@ -164,7 +164,7 @@ def _read_heads(
 
 
 def _read_sources(reader: ModelConfigReader, types: tuple[str, ...]) -> tuple[int, ...]:
-    """By layer, the layer whose keys and values it reads. The last `num_kv_shared_layers` read
+    """The layer whose keys and values each layer reads. The last `num_kv_shared_layers` read
     those of the last layer before them of the same type."""
     num_own = len(types) - _count(reader, "num_kv_shared_layers", 0)
     last = {name: layer for layer, name in enumerate(types[: max(num_own, 0)])}

@@ -115,7 +115,7 @@ def take_rows(
 def parts_of(
     parts: Sequence[tuple[str, int]], window: TensorWindow | None
 ) -> list[tuple[str, int, TensorWindow | None]]:
-    """Those of the stacked tensors (name, rows) that a window overlaps, with the window of each."""
+    """The stacked tensors (name, rows) that a window overlaps, with the window of each."""
     if window is None:
         return [(name, rows, None) for name, rows in parts]
     found: list[tuple[str, int, TensorWindow | None]] = []

@@ -28,11 +28,11 @@ if INTERPRETING:
 
     @triton.jit
     def wait_for_previous(EARLY: tl.constexpr):
-        """Nothing: programs run one after another."""
+        """Does nothing: programs run one after another."""
 
     @triton.jit
     def let_next_start(EARLY: tl.constexpr):
-        """Nothing."""
+        """Does nothing: see above."""
 
 else:
     from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait

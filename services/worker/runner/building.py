@@ -337,7 +337,8 @@ def _quantization(on_load: str, kv_cache_dtype: str) -> str:
 
 
 def _possible(eos_token_ids: tuple[int, ...], vocab_size: int) -> tuple[int, ...]:
-    """Those that have a logit. The defaults of small test bases are often beyond the vocabulary."""
+    """The ids that have a logit. The defaults of small test bases are often beyond the
+    vocabulary."""
     return tuple(token_id for token_id in eos_token_ids if token_id < vocab_size)
 
 

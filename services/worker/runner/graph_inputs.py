@@ -46,7 +46,7 @@ as many programs as there may be tiles."""
 
 @dataclass(frozen=True, slots=True)
 class StepKind:
-    """Which steps share the graphs of one `GraphInputs`."""
+    """The steps that share the graphs of one `GraphInputs`."""
 
     name: str
     sizes: tuple[int, ...]

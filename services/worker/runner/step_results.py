@@ -188,7 +188,7 @@ def _sampled(
 
 
 def select_rows(hidden: Tensor, lora: LoraBatch, token_rows: Tensor) -> tuple[Tensor, LoraBatch]:
-    """Some token rows, ascending, and their adapters."""
+    """The hidden states of some token rows, ascending, and their adapters."""
     if len(token_rows) == len(hidden):  # ascending, so these are all rows in order
         return hidden, lora
     chosen = lora.select(token_rows.tolist())

@@ -185,7 +185,7 @@ class ResponsesEndpoints:
     async def _stored(
         self, request: Request, parameters: Sequence[str] = ()
     ) -> tuple[Caller, StoredResponse]:
-        """Who asks, and the response of this tenant that the path names."""
+        """The caller, and the response of its tenant that the path names."""
         check_parameters(request.query_params, parameters)
         caller = await self._context.reader(request, 1)
         return caller, self._store.get(caller.tenant, request.path_params["response_id"])

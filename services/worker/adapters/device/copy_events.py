@@ -77,7 +77,7 @@ class CopyEvents:
 
 
 def last_extents(index: ImageIndex) -> Mapping[int, int]:
-    """By site id: the last extent of the image that holds a part of the site."""
+    """The last extent of the image that holds a part of each site, by site id."""
     return {
         site.site_id: max((tile.extent for role in site.roles for tile in role.tiles), default=-1)
         for site in index.sites

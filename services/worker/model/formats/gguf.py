@@ -129,8 +129,8 @@ def _factors(blocks: Tensor, module: str) -> tuple[Tensor, int, Tensor]:
 
 
 def _with_offsets(weight: CodedWeight) -> CodedWeight:
-    """With zero points that subtract the offsets in `zeros`. A group whose scale is zero has one
-    value, and gets codes of zero, the offset as its scale, and the zero point 1."""
+    """Weights with zero points that subtract the offsets in `zeros`. A group whose scale is zero
+    has one value, and gets codes of zero, the offset as its scale, and the zero point 1."""
     assert weight.zeros is not None
     is_constant = weight.scales == 0
     scales = torch.where(is_constant, weight.zeros, weight.scales)

@@ -32,7 +32,7 @@ AUTO = "auto"
 
 
 class AttentionMask(enum.Enum):
-    """Which keys a query sees."""
+    """The keys that a query sees."""
 
     CAUSAL = "causal"
     """Keys up to the query's position, and of these those of its window if the layer has one."""

@@ -204,10 +204,10 @@ class CapturedContexts(TritonAttentionMetadata):
                 self.items(window)[:1].zero_()
 
     def begin_forward(self) -> None:
-        """Nothing: `fill` has listed the items."""
+        """Does nothing: `fill` has listed the items."""
 
     def context_tiles(self, block_rows: int) -> Tensor:
-        """As many tiles as any contexts may have. Tiles that are not used have no rows."""
+        """The most tiles that contexts may have. Tiles that are not used have no rows."""
         if block_rows not in self._context_tiles:
             assert self.position_ids is not None
             num_tiles = self.num_tokens // block_rows + self.num_contexts

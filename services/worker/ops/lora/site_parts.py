@@ -12,7 +12,7 @@ SERVED_KINDS = (LINEAR, LM_HEAD)
 
 
 def module_edges(sites: SiteTable) -> list[list[int]]:
-    """By site id: where the outputs of its modules begin and end, ascending."""
+    """Where the outputs of each site's modules begin and end, ascending, by site id."""
     edges: dict[int, set[int]] = {site.id: {0, site.out_features} for site in sites.sites}
     for site_range in sites.modules.values():
         edges[site_range.site_id] |= {
@@ -23,8 +23,8 @@ def module_edges(sites: SiteTable) -> list[list[int]]:
 
 
 def site_parts(sites: SiteTable) -> list[tuple[OutputRange, ...]]:
-    """By site id: its parts, ascending and without gaps. A site of more than `MAX_PARTS` modules is
-    one part; sites that kernels do not serve have none."""
+    """The parts of each site, by site id, ascending and without gaps. A site of more than
+    `MAX_PARTS` modules is one part; sites that kernels do not serve have none."""
     parts: list[tuple[OutputRange, ...]] = []
     for site, edges in zip(sites.sites, module_edges(sites), strict=True):
         if len(edges) - 1 > MAX_PARTS:

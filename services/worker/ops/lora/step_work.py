@@ -143,7 +143,7 @@ def fits_static_work(tables: DeviceTables, runs: Sequence[RowRun]) -> bool:
 
 
 def _num_partial_sums(tables: DeviceTables) -> list[int]:
-    """By site: partial sums of a group in all parts; none if there is one split."""
+    """The partial sums of a group in all parts of each site; none if there is one split."""
     sites = [(shape.num_inputs, len(shape.parts)) for shape in tables.shapes if shape.parts]
     counts = [(num_splits(*site), site[1]) for site in sites]
     return [splits * parts for splits, parts in counts if splits > 1] or [1]

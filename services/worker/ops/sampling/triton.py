@@ -243,7 +243,8 @@ def draw(scores: Tensor, keys: Tensor, first_id: int = 0) -> Tensor:
 
 
 def _empty_bests(scores: Tensor) -> tuple[Tensor, Tensor]:
-    """For the best of each block of tokens: scores float32 and tokens int32, `[N, blocks]`."""
+    """Tensors for the best of each block of tokens: scores float32 and tokens int32, `[N,
+    blocks]`."""
     best_scores = scores.new_empty(len(scores), triton.cdiv(scores.shape[1], BLOCK_TOKENS))
     return best_scores, torch.empty_like(best_scores, dtype=torch.int32)
 
