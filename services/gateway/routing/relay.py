@@ -201,7 +201,10 @@ class RelayedJob:
 
     def _go_back(self, error: LoraplexError) -> None:
         """Continue as before the last switch: a worker may have fetched the new adapters and still
-        be unable to load them. Raises: the error, if it cannot come from a switch."""
+        be unable to load them, and after it died, the others may be unable to fetch them.
+
+        Raises: the error, if it cannot come from a switch.
+        """
         failed = self._job.request.adapters
         if failed == self._proven or isinstance(error, DeadlineExceeded):
             raise error
@@ -218,11 +221,17 @@ class RelayedJob:
         self._failures += 1
         if self._failures == 1:
             self._progress_s = now_s()
-        if error.reason == _NO_WORKER or self._should_give_up():
+        if error.reason == _NO_WORKER:
+            raise error
+        next_view = self._choose()
+        all_tried = next_view is not None and next_view.address in self._tried
+        gives_up = self._should_give_up()
+        if (all_tried or gives_up) and self._job.request.adapters != self._proven:
+            return self._go_back(error)
+        if gives_up:
             raise error
         (CONTINUATIONS if self._emitted else RETRIES).inc()
-        next_view = self._choose()
-        if next_view is not None and next_view.address in self._tried:
+        if all_tried:
             self._tried = {self._last}
             await asyncio.sleep(min(_BACK_OFF_S * 2**self._failures, _MOST_BACK_OFF_S))
 

@@ -157,6 +157,24 @@ async def test_a_version_that_a_worker_cannot_load_after_all_is_left_again() -> 
     assert [job.request.adapters for job in workers.jobs] == [old, new, old]
 
 
+def test_a_version_that_no_worker_can_fetch_is_left_again() -> None:
+    """The worker that had fetched it dies while the object store is away."""
+    old, new = AdapterSet((("v1", 1.0),)), AdapterSet((("v2", 1.0),))
+    no_store = Unavailable("no store", reason="OBJECT_STORE_UNAVAILABLE")
+    workers = WorkerPool(_send(0, 4), _fail(AWAY), _fail(no_store), _send(4, 10))
+    steering, ids = Steering(old), []
+
+    async def read() -> None:
+        async for tokens in Relay(workers).stream(_job(("v1", 1.0)), steering):
+            if not ids:
+                steering.switch(new)
+            ids.extend(tokens.token_ids)
+
+    run_virtually(read())
+    assert tuple(ids) == OUTPUT
+    assert [job.request.adapters for job in workers.jobs] == [old, new, new, old]
+
+
 async def test_an_error_of_the_version_that_a_request_runs_with_passes() -> None:
     new = AdapterSet((("v2", 1.0),))
     workers = WorkerPool(_send(0, 4), _both(_send(4, 6), _fail(InvalidRequest("no"))))
