@@ -69,11 +69,20 @@ _LOFTQ = (
     "changed the base before training, which cannot be undone; train without LoftQ "
     "(init_lora_weights true), on a quantised base as well"
 )
-_PROMPT_METHODS = (
-    *("PROMPT_TUNING", "MULTITASK_PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING", "CPT"),
-    "CARTRIDGE",
-)
-"""Methods that train inputs and no weights."""
+_INPUTS = "trains inputs and no weights, so no LoRA is equivalent to it; train a LoRA"
+WITHOUT_LORA: dict[str, str] = {
+    "CARTRIDGE": _INPUTS,
+    "CPT": _INPUTS,
+    "MULTITASK_PROMPT_TUNING": _INPUTS,
+    "PREFIX_TUNING": _INPUTS,
+    "PROMPT_TUNING": _INPUTS,
+    "P_TUNING": _INPUTS,
+    "XLORA": (
+        "weighs several adapters anew for each token, so no LoRA is equivalent to it; publish "
+        "these adapters, which are in its subfolders, one by one"
+    ),
+}
+"""Methods that cannot be converted, with the reason and the way out."""
 _SERVED_TASKS = (CAUSAL_LM, SEQ_CLS, FEATURE_EXTRACTION)
 _OTHER_TASKS = ("SEQ_2_SEQ_LM", "TOKEN_CLS", "QUESTION_ANS")
 
@@ -86,9 +95,7 @@ def check_peft_type(reader: AdapterConfigReader) -> None:
         reader.refuse("peft_type", value, "is missing; save the adapter with PEFT, which writes it")
     elif value != "LORA":
         why = "is not served; convert it with `registry convert DIR OUT --to lora`, if PEFT can"
-        if value in _PROMPT_METHODS:
-            why = "trains inputs and no weights, so no LoRA is equivalent to it; train a LoRA"
-        reader.refuse("peft_type", value, why)
+        reader.refuse("peft_type", value, WITHOUT_LORA.get(str(value), why))
 
 
 def check_tables(reader: AdapterConfigReader) -> None:

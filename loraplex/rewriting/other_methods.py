@@ -16,10 +16,11 @@ from typing import Any
 
 from loraplex.adapter_format import CONFIG_FILE, TENSOR_FILE, Report, geometry_from_folder
 from loraplex.adapter_format.config import MAX_CONFIG_BYTES
+from loraplex.adapter_format.config_fields import WITHOUT_LORA
 from loraplex.adapter_format.conversion_field import conversion
 from loraplex.adapter_format.folder import file_names
 from loraplex.adapter_format.strict_json import read_object
-from loraplex.errors import InvalidRequest, Unsupported
+from loraplex.errors import InvalidAdapter, InvalidRequest, Unsupported
 from loraplex.rewriting import child
 from loraplex.rewriting.merging import scaled_by_one
 from loraplex.rewriting.tensors import (
@@ -85,6 +86,8 @@ def to_lora(
     names = [name for name in file_names(folder) if name not in (CONFIG_FILE, TENSOR_FILE)]
     config = _config(folder / CONFIG_FILE)
     method = str(config["peft_type"])
+    if (why := WITHOUT_LORA.get(method)) is not None:
+        raise InvalidAdapter.field(f"{CONFIG_FILE}:peft_type", method, why)
     with new_folder(out) as partial:
         found = _run(folder, base, partial / TENSOR_FILE, max_rank)
         copy_files(folder, partial, names)

@@ -152,6 +152,18 @@ def test_a_method_that_is_not_linear_is_refused(capsys: pytest.CaptureFixture[st
     assert "not linear" in json.loads(capsys.readouterr().err.splitlines()[-1])["description"]
 
 
+@pytest.mark.parametrize("method", ["PREFIX_TUNING", "XLORA"])
+def test_a_method_that_no_lora_equals_is_refused_before_the_base_is_loaded(
+    method: str, tmp_path: Path
+) -> None:
+    folder = tmp_path / "before"
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text(json.dumps({"peft_type": method}))
+    (folder / "adapter_model.safetensors").touch()
+    with pytest.raises(InvalidAdapter, match="no LoRA is equivalent"):
+        to_lora(folder, tmp_path / "after", tmp_path / "no-base")
+
+
 # Each case starts a process that imports torch, transformers and PEFT.
 @pytest.mark.long
 @pytest.mark.parametrize("method", METHODS)
