@@ -33,6 +33,7 @@ from loraplex_services.gateway.pipeline.interleaving import TextDeltas, interlea
 from loraplex_services.gateway.pipeline.prepared import PreparedRequest
 from loraplex_services.gateway.request import with_names
 from loraplex_services.gateway.tools.call_grammar import call_grammar
+from loraplex_services.gateway.tools.thought_budget import ThoughtBudget
 
 _MAX_DELTAS_AT_ONCE = 256
 """Answers of more text deltas, and those with logprobs, are formatted in a thread. Thousands of
@@ -122,17 +123,22 @@ class Answering:
 
 def _read_as(prepared: PreparedRequest, call: OpenAICall) -> PreparedRequest:
     """The request whose answer is read for calls and reasoning, with a grammar that constrains
-    calls to their schemas. Raises: InvalidRequest."""
+    calls to their schemas and the reasoning to its budget. Raises: InvalidRequest, Unsupported."""
     offers_tools = bool(call.tool_use.tools)
     prepared = with_marks(prepared, is_chat=call.is_chat, offers_tools=offers_tools)
-    if not offers_tools:
+    budget = None
+    if (num_tokens := call.thinking_budget) is not None:
+        if num_tokens < prepared.resolved.sampling.max_tokens:
+            budget = ThoughtBudget(num_tokens, prepared.base.eos_token_ids)
+    if not offers_tools and budget is None:
         return prepared
     grammar = call_grammar(
         prepared.style,
         call.tool_use,
         call.grammar,
-        prepared.tokens.added_id,
+        prepared.base_token,
         is_thinking=prepared.style.thinks and ends_in_thought(prepared),
+        budget=budget,
     )
     return prepared.kept_to(grammar)
 

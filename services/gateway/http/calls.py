@@ -27,6 +27,7 @@ from loraplex_services.gateway.http.routing import RoutingAsked, read_routing
 from loraplex_services.gateway.http.tool_choice import read_tools
 from loraplex_services.gateway.registry.keyring import runs_all_adapters
 from loraplex_services.gateway.request import GenerateCall, beginning_hash
+from loraplex_services.gateway.tools.thought_budget import FIELD as BUDGET
 from loraplex_services.gateway.tools.tool_use import ToolUse
 
 COMPLETION_FIELDS = {"scale": "lora_scale"}
@@ -83,6 +84,8 @@ class OpenAICall:
     """Logprobs show tokens as `token_id:N`."""
     include_reasoning: bool = True
     """False drops thoughts from the answer."""
+    thinking_budget: int | None = None
+    """Most tokens of a thought; None = as many as the answer may have."""
     routing: RoutingAsked = NO_ROUTING
 
 
@@ -106,6 +109,7 @@ def parse_chat(fields: dict[str, Any], origin: Origin) -> OpenAICall:
     tool_use = read_tools(body)
     prompt = parse_conversation(body, tool_use)
     include_reasoning = body.flag("include_reasoning", default=True)
+    budget = _thinking_budget(body)
     max_tokens, limit = body.integer("max_tokens"), body.integer("max_completion_tokens")
     wants_logprobs, top = body.flag("logprobs"), body.integer("top_logprobs")
     if top is not None and not wants_logprobs:
@@ -128,10 +132,27 @@ def parse_chat(fields: dict[str, Any], origin: Origin) -> OpenAICall:
         must_call=tool_use.must_call,
         routing=read_routing(body),
     )
-    call = replace(call, tool_use=tool_use, include_reasoning=include_reasoning)
+    if budget is not None and call.grammar is not None:
+        why = "answers in a format have no thought; leave one of both out"
+        raise Unsupported.field(BUDGET, budget, why)
+    call = replace(
+        call,
+        tool_use=tool_use,
+        include_reasoning=include_reasoning,
+        thinking_budget=budget,
+    )
+    if budget is not None and not tool_use.tools:
+        call.field_names["grammar"] = BUDGET
     if limit is not None:
         call.field_names["max_tokens"] = "max_completion_tokens"
     return call
+
+
+def _thinking_budget(body: Body) -> int | None:
+    budget = body.integer(BUDGET)
+    if budget is not None and budget < 0:
+        raise InvalidRequest.field(BUDGET, budget, "must be at least 0")
+    return budget
 
 
 def call_of(

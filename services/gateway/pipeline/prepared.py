@@ -84,6 +84,12 @@ class PreparedRequest:
         skip_special = self.resolved.text.skip_special
         return decode_all(self.tokens, self.prompt_ids, skip_special=skip_special)
 
+    def base_token(self, text: str) -> int | None:
+        """The id of an added token of the base, by its text. Grammars cannot name a token that only
+        an adapter has."""
+        token_id = self.tokens.added_id(text)
+        return None if token_id is None or token_id >= self.base.vocab_size else token_id
+
     def kept_to(self, grammar: Grammar | None) -> PreparedRequest:
         """A copy of the request with another grammar. Raises: InvalidRequest if it is too large."""
         check_grammar(grammar)

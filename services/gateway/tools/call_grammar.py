@@ -35,6 +35,7 @@ from loraplex_services.gateway.tools.gemma_calls import QUOTE
 from loraplex_services.gateway.tools.gemma_grammar import ANY_VALUE, gemma_body
 from loraplex_services.gateway.tools.schema_keywords import properties_of, required_of
 from loraplex_services.gateway.tools.tag_grammar import coder_body, glm_body
+from loraplex_services.gateway.tools.thought_budget import ThoughtBudget, with_budget
 from loraplex_services.gateway.tools.tool_use import ToolUse
 
 FindToken = Callable[[str], int | None]
@@ -56,19 +57,22 @@ def call_grammar(
     find_token: FindToken,
     *,
     is_thinking: bool = False,
+    budget: ThoughtBudget | None = None,
 ) -> Grammar | None:
     """The grammar of an answer; None if anything is allowed.
 
     Args:
         answer: JSON Schema of answers that are no calls; None = free text.
         is_thinking: the prompt ended inside a thought.
+        budget: of the thought; None = no limit. Needs an `answer` of None.
 
-    Raises: InvalidRequest for schemas that are too large or nested too deeply.
+    Raises: InvalidRequest for schemas that are too large or nested too deeply, Unsupported for a
+    budget that cannot be kept.
     """
-    if not use.tools:
+    if not use.tools and budget is None:
         return answer
     try:
-        return _grammar(style, use, answer, find_token, is_thinking=is_thinking)
+        return _grammar(style, use, answer, find_token, is_thinking=is_thinking, budget=budget)
     except RecursionError:
         raise InvalidRequest.field("grammar", "", "a schema is nested too deeply") from None
 
@@ -80,15 +84,20 @@ def _grammar(
     find_token: FindToken,
     *,
     is_thinking: bool,
+    budget: ThoughtBudget | None,
 ) -> Grammar | None:
     writer = _Writer(style.tool_format, use, find_token)
     if use.must_call:
-        marks = style.marks if style.thinks or is_thinking else None
+        marks = style.marks if (style.thinks or is_thinking) and budget is None else None
         start = writer.required(marks, is_thinking=is_thinking)
     elif style.tool_format is ToolFormat.NONE or (answer is None and not use.is_strict):
-        return answer
+        if budget is None:
+            return answer
+        start = ""
     else:
         start = writer.free() if answer is None else writer.or_answer(answer)
+    if budget is not None:
+        start = with_budget(start, style, budget, find_token, is_thinking=is_thinking)
     return Grammar(ebnf=start + _RULES + "\n".join(writer.rules) + "\n")
 
 

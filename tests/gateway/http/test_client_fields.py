@@ -125,7 +125,6 @@ async def test_a_bad_token_of_logit_bias_is_shown(
 REFUSED: dict[str, object] = {
     "use_beam_search": True,
     "length_penalty": 0.5,
-    "thinking_token_budget": 5,
     "echo": True,
     "chat_template": "x",
     "documents": [{"text": "x"}],

@@ -16,6 +16,7 @@ from loraplex_services.gateway.text.chat_style import THINK, ChatStyle, ThoughtM
 from loraplex_services.gateway.tools.call_grammar import call_grammar
 from loraplex_services.gateway.tools.readers import reader_of
 from loraplex_services.gateway.tools.schema_values import json_value
+from loraplex_services.gateway.tools.thought_budget import ThoughtBudget
 from loraplex_services.gateway.tools.tool_use import ToolUse
 from loraplex_services.worker.grammars.compiling import compile_grammar, read_vocabulary
 from tests.gateway.tiny_tokenizer import EOS_ID, byte_tokenizer
@@ -113,11 +114,15 @@ class Judge:
         thinks: bool = False,
         is_thinking: bool = False,
         marks: ThoughtMarks = THINK,
+        budget: int | None = None,
     ):
         self._tokenizer = Tokenizer.from_file(str(path))
         size = self._tokenizer.get_vocab_size()
         style = ChatStyle(tool_format, thinks, marks)
-        grammar = call_grammar(style, use, answer, self._added_id, is_thinking=is_thinking)
+        limit = None if budget is None else ThoughtBudget(budget, [EOS_ID])
+        grammar = call_grammar(
+            style, use, answer, self._added_id, is_thinking=is_thinking, budget=limit
+        )
         assert grammar is not None
         vocabulary = read_vocabulary(path, size, [EOS_ID])
         self._matcher = compile_grammar(grammar, vocabulary)
