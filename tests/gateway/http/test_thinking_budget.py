@@ -17,13 +17,17 @@ TOOL = {"type": "function", "function": {"name": "now"}}
 FIELD = "thinking_token_budget"
 
 
+def files_with(*tokens: str) -> dict[str, bytes]:
+    """A tokenizer with more tokens, from id 259 on."""
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens(list(tokens))
+    return {**tokenizer_files(TEMPLATE), "tokenizer.json": tokenizer.to_str().encode()}
+
+
 @pytest.fixture
 async def thinker(stack: Stack) -> Stack:
     """A base whose template opens a thought, with tokens for its marks."""
-    tokenizer = byte_tokenizer()
-    tokenizer.add_tokens(["<think>", "</think>"])
-    files = {**tokenizer_files(TEMPLATE), "tokenizer.json": tokenizer.to_str().encode()}
-    stack.workers[0].files = files
+    stack.workers[0].files = files_with("<think>", "</think>")
     stack.workers[0].script = lambda _: [*b"hm</think>yes", EOS_ID]
     await stack.start()
     return stack
@@ -61,8 +65,12 @@ async def test_a_budget_that_cannot_be_is_refused(
     assert caught.value.param == FIELD
 
 
-async def test_a_base_without_tokens_for_the_marks_refuses_a_budget(stack: Stack) -> None:
-    stack.workers[0].files = tokenizer_files(TEMPLATE)
+@pytest.mark.parametrize("others", [(), ("<a>", "<b>", "<c>", "<d>", "<think>", "</think>")])
+async def test_a_base_without_tokens_for_the_marks_refuses_a_budget(
+    stack: Stack, others: tuple[str, ...]
+) -> None:
+    """The vocabulary of the base ends at 263, and with it what its workers' grammars can name."""
+    stack.workers[0].files = files_with(*others)
     await stack.start()
     with pytest.raises(openai.BadRequestError) as caught:
         await ask(stack, 3)
