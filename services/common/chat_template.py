@@ -41,8 +41,14 @@ def chat_format(files: Mapping[str, bytes]) -> ChatFormat | None:
         template = named.get("default")
     if not isinstance(template, str) or not template:
         return None
-    specials = {name: text for name in _SPECIAL_NAMES if (text := _token_text(config.get(name)))}
-    return ChatFormat(template, specials)
+    return ChatFormat(template, special_tokens(files))
+
+
+def special_tokens(files: Mapping[str, bytes]) -> dict[str, str]:
+    """The special tokens that tokenizer_config.json names, such as `eos_token`. Raises:
+    ValueError."""
+    config = _json_file(files, "tokenizer_config.json")
+    return {name: text for name in _SPECIAL_NAMES if (text := _token_text(config.get(name)))}
 
 
 def _token_text(token: object) -> str | None:

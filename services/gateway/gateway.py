@@ -261,7 +261,8 @@ class Gateway:
             self._resolver, self._fleet, self._adapter_text, self._admitting.charge_request
         )
         endpoints = OpenAIEndpoints(answering, self._resolver, context)
-        tokenize = TokenizeEndpoints(context.text_reader, encoder, large)
+        one_call = functools.partial(context.reader, num_calls=1)
+        tokenize = TokenizeEndpoints(context.text_reader, one_call, encoder, large)
         responses = ResponsesEndpoints(context, answering, encoder)
         vectors = VectorEndpoints(context.caller, self._generation, large, self._resolver)
         messages = MessagesEndpoints(context, answering, encoder)

@@ -60,7 +60,6 @@ NOT_SERVED = {
     "/v1/images": "only text is served",
     "/v1/moderations": "use /classify with an adapter that was trained for it",
     "/v1/fine_tuning": "train with PEFT and publish the adapter with `registry upload`",
-    "/tokenizer_info": "use /tokenize and /detokenize",
     "/v1/chat/completions/render": "use /tokenize with messages",
     **dict.fromkeys(
         ("/get_world_size", "/init_weights_update_group", "/update_weights", "/collective_rpc"),

@@ -39,6 +39,7 @@ from loraplex_services.gateway.http.token_generate import Generated, parse_gener
 from loraplex_services.gateway.http.tokenize import (
     DetokenizeResponse,
     TokenizeResponse,
+    TokenizerInfo,
     parse_detokenize,
     parse_tokenize,
 )
@@ -203,6 +204,7 @@ _ANSWERS: Mapping[str, _Answer] = {
     "/v1/rerank": _Answer(Ranking),
     "/tokenize": _Answer(TokenizeResponse),
     "/detokenize": _Answer(DetokenizeResponse),
+    "/tokenizer_info": _Answer(TokenizerInfo),
     "/v1/models": _Answer(Page[ModelCard]),
     "/v1/models/{ref}": _Answer(ModelCard),
     "/abort_requests": _Answer(Aborted),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypedDict
+from typing import Any, NotRequired, TypedDict
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -83,11 +83,27 @@ class DetokenizeResponse(TypedDict):
     prompt: str
 
 
+class TokenizerInfo(TypedDict):
+    """Names of tokenizer_config.json, if the base has them."""
+
+    model_max_length: int
+    bos_token: NotRequired[str]
+    eos_token: NotRequired[str]
+    unk_token: NotRequired[str]
+    pad_token: NotRequired[str]
+    sep_token: NotRequired[str]
+    cls_token: NotRequired[str]
+    chat_template: NotRequired[str]
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenizeEndpoints:
     """Endpoints over the tokenizers of bases and adapters."""
 
     caller: Callable[[Request], Awaitable[Caller]]
+    """Charges for the text of a body."""
+    reader: Callable[[Request], Awaitable[Caller]]
+    """Charges for one call."""
     encoder: PromptEncoder
     large: LargeAnswers
 
@@ -95,6 +111,7 @@ class TokenizeEndpoints:
         return [
             Route("/tokenize", self.tokenize, methods=["POST"]),
             Route("/detokenize", self.detokenize, methods=["POST"]),
+            Route("/tokenizer_info", self.info, methods=["GET"]),
         ]
 
     async def tokenize(self, request: Request) -> Response:
@@ -135,6 +152,16 @@ class TokenizeEndpoints:
             return compact_json(response).encode()
 
         return await self._response(caller, len(ids), formatted)
+
+    async def info(self, request: Request) -> Response:
+        """GET /tokenizer_info: special tokens and chat template of the first base, as in vLLM."""
+        caller = await self.reader(request)
+        served = await self.encoder.served(None, caller, TokenPrompt(()))
+        response: TokenizerInfo = {
+            "model_max_length": served.model.max_model_len,
+            **served.tokenizer.info,  # type: ignore[typeddict-item]
+        }
+        return Response(compact_json(response), media_type="application/json")
 
     async def _response(
         self, caller: Caller, num_tokens: int, formatted: Callable[[], bytes]

@@ -19,7 +19,7 @@ from tokenizers import Tokenizer, decoders, models
 from loraplex.adapter_format.added_tokens import AddedToken
 from loraplex.api.request import ChatPrompt, Prompt, TextPrompt, TokenPrompt
 from loraplex.errors import InvalidRequest
-from loraplex_services.common.chat_template import ChatFormat, chat_format
+from loraplex_services.common.chat_template import ChatFormat, chat_format, special_tokens
 from loraplex_services.common.limits import MAX_CHARS_PER_TOKEN
 from loraplex_services.gateway.request import ServedModel, Truncation
 from loraplex_services.gateway.text.chat_style import ChatStyle, detected
@@ -44,6 +44,10 @@ class BaseTokenizer:
     def __init__(self, files: Mapping[str, bytes], pool: TemplatePool) -> None:
         """`files` by name: tokenizer.json, tokenizer_config.json, chat_template.jinja/.json."""
         self._chat = chat_format(files)
+        self.info: Mapping[str, str] = special_tokens(files)
+        """Special tokens and the chat template, by their names in tokenizer_config.json."""
+        if self._chat is not None:
+            self.info = {**self.info, "chat_template": self._chat.template}
         self._tokenizer = _load(files["tokenizer.json"])
         self._pool = pool
         self._has_own_chat = False
@@ -204,6 +208,7 @@ class IdsOnly:
         self.tokens = TokenBytes(empty)
         self.added: tuple[AddedToken, ...] = ()
         self.style = ChatStyle()
+        self.info: Mapping[str, str] = {}
         self.can_chat = False
 
     async def encode(

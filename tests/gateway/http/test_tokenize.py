@@ -8,10 +8,11 @@ import urllib.request
 from asyncio import to_thread
 from typing import Any
 
+import httpx2 as httpx
 import pytest
 
 from tests.gateway.conftest import Stack
-from tests.gateway.tiny_tokenizer import BOS_ID
+from tests.gateway.tiny_tokenizer import BOS_ID, CHAT_TEMPLATE
 
 
 async def _post(stack: Stack, path: str, **body: Any) -> tuple[int, Any]:
@@ -80,3 +81,15 @@ async def test_bad_bodies_are_named(
     await stack.start()
     got, answer = await _post(stack, path, **body)
     assert (got, answer["error"]["param"]) == (status, param)
+
+
+async def test_the_special_tokens_and_the_template_of_the_first_base_are_told(stack: Stack) -> None:
+    await stack.start()
+    async with httpx.AsyncClient(base_url=stack.url) as client:
+        info = (await client.get("/tokenizer_info")).json()
+    assert info == {
+        "model_max_length": 512,
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "chat_template": CHAT_TEMPLATE,
+    }
