@@ -4,6 +4,7 @@ files/<tenant>/documents/<file id>.json        what a file is; it exists as long
 files/<tenant>/contents/<file id>/<%06d>       its bytes, in segments of one size
 batches/<tenant>/documents/<batch id>.json     what a batch job is and how far it is
 batches/<tenant>/results/<batch id>/<%06d>     the result of one line, until the batch job has ended
+batches/<tenant>/results/<batch id>/skipped    the lines that get none, until then
 unfinished-batches/<tenant>/<batch id>         says that a gateway must look at it
 """
 
@@ -67,6 +68,10 @@ def results(tenant: str, batch_id: str) -> str:
 
 def result(tenant: str, batch_id: str, index: int) -> str:
     return f"{results(tenant, batch_id)}{index:06d}"
+
+
+def skipped(tenant: str, batch_id: str) -> str:
+    return f"{results(tenant, batch_id)}skipped"
 
 
 def unfinished_of(tenant: str) -> str:

@@ -5,11 +5,15 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from loraplex_services.common.limits import MAX_CUSTOM_ID_CHARS
-from loraplex_services.gateway.batches.records import BatchError
+import msgspec
+
+from loraplex_services.common.limits import HTTP_BODY, MAX_CUSTOM_ID_CHARS
+from loraplex_services.gateway.batches.files import Files
+from loraplex_services.gateway.batches.records import BatchError, BatchRecord
 
 _LINE = re.compile(rb"([^\r\n]+)[\r\n]*")
 """With the empty lines that follow: a search would look at each of them by itself."""
@@ -25,6 +29,20 @@ class Line:
     custom_id: str | None = None
     body: dict[str, Any] | None = None
     error: BatchError | None = None
+
+
+@asynccontextmanager
+async def input_lines(
+    files: Files, record: BatchRecord
+) -> AsyncGenerator[AsyncGenerator[bytes | None]]:
+    """The raw lines of a batch job's input. Raises: NotFound if it is gone."""
+    # An expired file still has its bytes while a batch job may read it.
+    file = await files.get(record.tenant, record.input_file_id, even_expired=True)
+    async with (
+        aclosing(files.read(file)) as chunks,
+        aclosing(split_lines(chunks, HTTP_BODY.max_message_bytes)) as lines,
+    ):
+        yield lines
 
 
 async def split_lines(chunks: AsyncIterator[bytes], max_bytes: int) -> AsyncGenerator[bytes | None]:
@@ -88,6 +106,19 @@ def read_line(index: int, fields: dict[str, Any], endpoint: str) -> Line:
     if not isinstance(body, dict):
         return wrong_line(index, "missing_body", "body must be an object", custom_id)
     return Line(index, custom_id, body)
+
+
+class _Named(msgspec.Struct):
+    custom_id: str
+
+
+def custom_id_of(raw: bytes | None) -> str | None:
+    """The custom_id of a raw line that is not sent; None if it has none."""
+    try:
+        named = msgspec.json.decode(raw or b"", type=_Named)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
+    return named.custom_id if 0 < len(named.custom_id) <= MAX_CUSTOM_ID_CHARS else None
 
 
 def wrong_line(index: int, code: str, why: str, custom_id: str | None) -> Line:

@@ -1,6 +1,7 @@
 """The result of one line: an object in the store, and then a line of the output or error file.
 
-An object begins with a line of what it counts as. The first result of a line stays.
+An object begins with a line of what it counts as. The first result of a line stays. Where a batch
+job ends early, one object names the lines that were skipped; results that come later are ignored.
 """
 
 from __future__ import annotations
@@ -48,13 +49,6 @@ class Result:
     text: bytes
     """With its newline."""
 
-    @property
-    def outcome(self) -> str:
-        """The outcome for metrics: "ok", "failed", or "skipped" if it was not sent."""
-        if self.is_output:
-            return "ok"
-        return "failed" if self.counts.failed else "skipped"
-
     def encoded(self) -> bytes:
         """As it is stored."""
         head = msgspec.json.encode({"is_output": self.is_output, "counts": self.counts})
@@ -99,11 +93,15 @@ def answered(record: BatchRecord, line: Line, answer: Answer) -> Result:
     return Result(is_output, counts, text)
 
 
-def refused(record: BatchRecord, line: Line, error: BatchError, *, counts: bool) -> Result:
-    """The result of a line that was not sent; `counts` if that is its own fault."""
+def refused(record: BatchRecord, line: Line, error: BatchError) -> Result:
+    """The result of a line that is no request."""
+    return Result(False, Counts(failed=1), error_text(record, line, error))
+
+
+def error_text(record: BatchRecord, line: Line, error: BatchError) -> bytes:
+    """A line of the error file for a line that was not sent."""
     fields = msgspec.json.encode({"code": error.code, "message": error.message})
-    text = _head(record, line) + b',"response":null,"error":' + fields + b"}\n"
-    return Result(False, Counts(failed=int(counts)), text)
+    return _head(record, line) + b',"response":null,"error":' + fields + b"}\n"
 
 
 def line_id(record: BatchRecord, line: Line) -> str:
@@ -146,7 +144,37 @@ async def store_result(store: ObjectStore, record: BatchRecord, line: Line, resu
 async def stored_results(store: ObjectStore, record: BatchRecord) -> list[ObjectInfo]:
     """The objects of a batch job's results, in the order of its lines."""
     prefix = layout.results(record.tenant, record.batch_id)
-    return [info async for info in store.list_objects(prefix)]
+    skipped = layout.skipped(record.tenant, record.batch_id)
+    return [info async for info in store.list_objects(prefix) if info.key != skipped]
+
+
+async def skip_others(store: ObjectStore, record: BatchRecord) -> int:
+    """Decide that the lines without a result get none, unless that is decided. Returns how many
+    were skipped by this call. Raises: ObjectStoreError."""
+    stored = set(map(index_of, await stored_results(store, record)))
+    others = [index for index in range(record.num_lines) if index not in stored]
+    key = layout.skipped(record.tenant, record.batch_id)
+    try:
+        await store.put_if_absent(key, msgspec.json.encode(others))
+    except PreconditionFailed:
+        return 0
+    except WriteUncertain:
+        if await store.head(key) is None:
+            raise
+        return 0
+    return len(others)
+
+
+async def skipped_lines(store: ObjectStore, record: BatchRecord) -> list[int]:
+    """The indices of the lines that get no result. Raises: ObjectStoreError, DataLoss."""
+    key = layout.skipped(record.tenant, record.batch_id)
+    try:
+        stored = await store.get(key)
+        return msgspec.json.decode(stored.data, type=list[int])
+    except ObjectMissing:
+        return []
+    except msgspec.MsgspecError as error:
+        raise DataLoss(f"{key} is damaged: {error}") from None
 
 
 def index_of(info: ObjectInfo) -> int:

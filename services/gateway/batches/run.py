@@ -10,17 +10,15 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncGenerator
-from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 
 from loraplex.errors import LoraplexError, NotFound, Unauthenticated
-from loraplex_services.common.limits import HTTP_BODY, MAX_BATCH_LINES
+from loraplex_services.common.limits import MAX_BATCH_LINES
 from loraplex_services.common.objects import ObjectStore, ObjectStoreError
 from loraplex_services.gateway.batches import results
 from loraplex_services.gateway.batches.book import Step
 from loraplex_services.gateway.batches.ending import end_batch
-from loraplex_services.gateway.batches.lines import split_lines
+from loraplex_services.gateway.batches.lines import input_lines
 from loraplex_services.gateway.batches.records import (
     CANCELLING,
     EXPIRED,
@@ -34,6 +32,7 @@ from loraplex_services.gateway.batches.records import (
     now_s,
 )
 from loraplex_services.gateway.batches.sending import LineSender, RunContext
+from loraplex_services.gateway.metrics import BATCH_REQUESTS
 
 logger = logging.getLogger(__name__)
 
@@ -91,7 +90,7 @@ class BatchRun:
         if record.status == FINALIZING:
             return
         if record.ending:
-            self._sender.stop(record.ending)
+            self._sender.stop()
         elif time.time() >= record.expires_s:
             await self._end_as(EXPIRED)
         elif self._context.check_key is not None:
@@ -126,8 +125,8 @@ class BatchRun:
 
     async def _end_as(self, ending: Ending, *errors: BatchError) -> None:
         """Decide how the batch job ends, unless that is decided, and send no more lines."""
-        record = await self._save(lambda record: _ending(record, ending, *errors))
-        self._sender.stop(record.ending)
+        await self._save(lambda record: _ending(record, ending, *errors))
+        self._sender.stop()
 
     async def _work(self) -> None:
         store = await self._context.storage.store()
@@ -141,7 +140,7 @@ class BatchRun:
         """Count the lines, which says whether the file can be a batch job."""
         num_lines, error = 0, None
         try:
-            async with self._lines() as lines:
+            async with input_lines(self._context.files, self._record) as lines:
                 async for _ in lines:
                     num_lines += 1
                     if num_lines % _LINES_AT_ONCE == 0:
@@ -167,22 +166,13 @@ class BatchRun:
     async def _send_lines(self, store: ObjectStore) -> None:
         stored = await results.stored_results(store, self._record)
         try:
-            async with self._lines() as lines:
+            async with input_lines(self._context.files, self._record) as lines:
                 await self._sender.send(lines, set(map(results.index_of, stored)))
         except NotFound as missing:
             await self._end_as(FAILED, BatchError("file_not_found", missing.message))
-
-    @asynccontextmanager
-    async def _lines(self) -> AsyncGenerator[AsyncGenerator[bytes | None]]:
-        """The raw lines of the input. Raises: NotFound if it is gone."""
-        record, files = self._record, self._context.files
-        # An expired file still has its bytes while a batch job may read it.
-        file = await files.get(record.tenant, record.input_file_id, even_expired=True)
-        async with (
-            aclosing(files.read(file)) as chunks,
-            aclosing(split_lines(chunks, HTTP_BODY.max_message_bytes)) as lines,
-        ):
-            yield lines
+        if self._record.ending:
+            num_skipped = await results.skip_others(store, self._record)
+            BATCH_REQUESTS.labels("skipped").inc(num_skipped)
 
 
 def _ending(record: BatchRecord, ending: Ending, *errors: BatchError) -> BatchRecord:

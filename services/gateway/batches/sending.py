@@ -1,4 +1,4 @@
-"""Gets every line of a batch job a result: sends it, perhaps again, and stores what comes back."""
+"""Gets the lines of a batch job a result: sends them, perhaps again, and stores what comes back."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import logging
 import random
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -19,13 +19,7 @@ from loraplex_services.gateway.batches.book import BatchBook
 from loraplex_services.gateway.batches.files import Files
 from loraplex_services.gateway.batches.lines import CustomIds, Line, read_line, wrong_line
 from loraplex_services.gateway.batches.pace import Pace
-from loraplex_services.gateway.batches.records import (
-    CANCELLED,
-    EXPIRED,
-    FAILED,
-    BatchError,
-    BatchRecord,
-)
+from loraplex_services.gateway.batches.records import BatchRecord
 from loraplex_services.gateway.batches.results import Answer, Result
 from loraplex_services.gateway.batches.storage import Storage
 from loraplex_services.gateway.metrics import BATCH_REQUESTS
@@ -36,11 +30,6 @@ _MAX_ATTEMPTS = 3
 """Of a line that a server failed. One that came at a bad time is sent until the job expires."""
 _MAX_WAIT_S = 30.0
 _STORE_RETRY_S = 1.0
-_SKIPPED: Mapping[str, BatchError] = {
-    CANCELLED: BatchError("batch_cancelled", "its batch job was cancelled before it ended"),
-    EXPIRED: BatchError("batch_expired", "its batch job expired before it ended"),
-    FAILED: BatchError("batch_failed", "its batch job failed before it ended"),
-}
 
 
 class Endpoints(Protocol):
@@ -85,24 +74,25 @@ class LineSender:
         self._failure: BaseException | None = None
         """The first error of a task: a line without a result must not go unnoticed."""
         self._stopping = asyncio.Event()
-        self._skip = _SKIPPED[FAILED]
 
-    def stop(self, ending: str) -> None:
+    def stop(self) -> None:
         """Send no more lines, and give up those without an answer."""
         if not self._stopping.is_set():
-            self._skip = _SKIPPED[ending]
             self._stopping.set()
             for task in self._answering:
                 task.cancel()
 
     async def send(self, lines: AsyncIterator[bytes | None], done: Collection[int]) -> None:
-        """Get all lines a result but those with the indices `done`, which have one.
+        """Get all lines a result, except those with the indices `done`, which have one, and those
+        that `stop` gives up.
 
         Cancelling it cancels what is on its way.
         """
         index = 0
         try:
             async for raw in lines:
+                if self._stopping.is_set():
+                    break
                 if index in done:
                     await self._read(index, raw)
                     await asyncio.sleep(0)
@@ -124,16 +114,17 @@ class LineSender:
             await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
         self._raise_failure()
         num_bytes = len(raw or b"")
-        holds = await self._acquired(num_bytes)
+        if not await self._acquired(num_bytes):
+            return
         try:
             line = await self._read(index, raw)
         except BaseException:
-            if holds:
-                self._context.pace.release(num_bytes)
+            self._context.pace.release(num_bytes)
             raise
-        task = asyncio.create_task(self._finish(line, num_bytes if holds else None))
+        task = asyncio.create_task(self._finish(line, num_bytes))
         self._tasks.add(task)
         task.add_done_callback(self._task_ended)
+        await asyncio.sleep(0)  # one that is cancelled before it begins would release nothing
 
     async def _acquired(self, num_bytes: int) -> bool:
         """Wait until a line may be sent; False once lines are no longer sent."""
@@ -165,29 +156,23 @@ class LineSender:
             return wrong_line(index, "duplicate_custom_id", why, line.custom_id)
         return line
 
-    async def _finish(self, line: Line, held_bytes: int | None) -> None:
-        """Get one line a result. `held_bytes`: what it holds of the pace; None = nothing."""
+    async def _finish(self, line: Line, held_bytes: int) -> None:
+        """Get one line a result. `held_bytes`: what it holds of the pace."""
         task = asyncio.current_task()
         assert task is not None
+        self._answering.add(task)
         try:
-            self._answering.add(task)
+            if self._stopping.is_set():
+                return
             result = await self._result(line)
-        except asyncio.CancelledError:
-            if not self._stopping.is_set() or task.cancelling() > 1:
-                raise
-            task.uncancel()
-            result = results.refused(self._record, line, self._skip, counts=False)
         finally:
             self._answering.discard(task)
-            if held_bytes is not None:
-                self._context.pace.release(held_bytes)
+            self._context.pace.release(held_bytes)
         await self._store(line, result)
 
     async def _result(self, line: Line) -> Result:
         if line.error is not None:
-            return results.refused(self._record, line, line.error, counts=True)
-        if self._stopping.is_set():
-            return results.refused(self._record, line, self._skip, counts=False)
+            return results.refused(self._record, line, line.error)
         assert line.body is not None
         attempt = 0
         while True:
@@ -214,7 +199,7 @@ class LineSender:
                 await asyncio.sleep(_STORE_RETRY_S)
         if is_first:
             self.counts += result.counts
-            BATCH_REQUESTS.labels(result.outcome).inc()
+            BATCH_REQUESTS.labels("ok" if result.is_output else "failed").inc()
 
     def _task_ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
