@@ -97,13 +97,17 @@ def logprobs_of(logprobs: Tensor, padded: Tensor) -> Tensor:
 def _most_likely(logprobs: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
     """The largest values of each row and their ids, `[N, n]`; lower ids first among equal values,
     as tokens are chosen. The host does not wait for the device."""
-    values, ids = logprobs.topk(num_tokens, dim=-1)
     if num_tokens == 0:
-        return values, ids
+        return logprobs.topk(0, dim=-1)
+    values, ids = logprobs.topk(min(num_tokens + 1, logprobs.shape[-1]), dim=-1)
     ids, by_id = ids.sort(dim=-1)
     values, by_value = values.gather(1, by_id).sort(dim=-1, descending=True, stable=True)
-    ids = ids.gather(1, by_value)
-    least = values[:, -1:]  # more tokens than were found may have this value
+    ids = ids.gather(1, by_value)[:, :num_tokens]
+    values, others = values[:, :num_tokens], values[:, num_tokens:]
+    least = values[:, -1:]
+    if not logprobs.is_cuda and bool((others < least).all()):
+        return values, ids
+    # More tokens than were found may have the least value.
     differs = (logprobs < least).logical_or_(logprobs > least)
     numbers = torch.arange(logprobs.shape[1], dtype=torch.float32, device=logprobs.device)
     lowest = (-numbers).masked_fill(differs, MINUS_INF).topk(num_tokens, dim=-1).values

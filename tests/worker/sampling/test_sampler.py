@@ -309,6 +309,17 @@ def test_equally_likely_tokens_are_listed_by_id():
     assert listed == [[1, 3], [6, 0, 1, 2], [0, 1, 2]]
 
 
+@pytest.mark.parametrize("is_rounded", [False, True], ids=["different", "many-equal"])
+@pytest.mark.parametrize("num_top", [1, 7, 63, 64])
+def test_top_tokens_are_the_first_of_a_stable_sort(num_top: int, is_rounded: bool) -> None:
+    scores = torch.randn(5, 64, generator=torch.Generator().manual_seed(num_top))
+    scores = scores.round() if is_rounded else scores
+    rows = logprob_rows(scores, torch.zeros(5, dtype=torch.long), [num_top] * 5)
+    expected = scores.sort(dim=-1, descending=True, stable=True)
+    assert rows.top_ids.tolist() == expected.indices[:, :num_top].tolist()
+    assert rows.top_values.tolist() == expected.values[:, :num_top].tolist()
+
+
 def test_rows_that_are_not_numbers_have_top_tokens_beside_rows_that_are():
     scores = torch.tensor([[float("nan")] * 5, [1.0, 3.0, 3.0, 0.0, 2.0]])
     _, entry = logprob_rows(scores, torch.tensor([0, 0]), [2, 2]).read()
