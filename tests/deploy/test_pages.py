@@ -25,9 +25,10 @@ OWN_JOB = ("job", "backup-now")
 
 @cache
 def documents() -> list[Document]:
-    """All objects of all overlays and jobs."""
+    """All objects of all overlays, components and jobs."""
     found = [doc for path in sorted((K8S / "overlays").iterdir()) for doc in render(path)]
-    for path in (K8S / "jobs").glob("*.yaml"):
+    parts = {*K8S.glob("components/*/*.yaml")} - {*K8S.glob("components/*/kustomization.yaml")}
+    for path in sorted({*parts, *K8S.glob("jobs/*.yaml")}):
         found += [doc for doc in yaml.safe_load_all(path.read_text()) if doc]
     return found
 
