@@ -208,6 +208,25 @@ def test_output_that_the_grammar_forbids_cannot_be_resumed(stage: Stage) -> None
     assert stage.failures["r"][0] == "output_ids"
 
 
+def test_a_thought_ends_at_its_budget_also_after_a_failover(stage: Stage) -> None:
+    """As the gateway writes the grammar of a thought that the prompt opened."""
+    closing, budget = 258, 9
+    budgeted = Grammar(
+        ebnf=f"start: part{{0,{budget}}} <[{closing}]> rest\n"
+        f"part: <[^{EOS},{closing}]>\n"
+        "rest: (<[*]>)*\n"
+    )
+    requests = [submit(f"r{seed}", budgeted, seed=seed, max_tokens=24) for seed in range(8)]
+    outputs = stage.run(*requests)
+    assert not stage.failures
+    assert all(closing in ids[: budget + 1] for ids in outputs.values())
+    for seed in range(8):
+        whole = outputs[f"r{seed}"]
+        half = whole[: budget // 2]
+        rest = stage.run(submit("late", budgeted, half, seed=seed, max_tokens=24))["late"]
+        assert half + rest == whole
+
+
 def test_a_mixed_batch_gives_each_request_the_tokens_it_gets_alone(stage: Stage) -> None:
     digits = Grammar(regex="[0-9]{12}")
     requests = [
