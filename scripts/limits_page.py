@@ -140,8 +140,8 @@ COUNTS = {
     "MAX_TOKEN_IDS_PER_FIELD": "distinct ids in each of `stop_token_ids`, `allowed_token_ids`, "
     "`bad_token_ids` and `logit_bias`, and tokens of all `bad_words` together",
     "MAX_CANDIDATES": "candidates of one token of a prompt (`prompt_logprobs`)",
-    "MAX_PROMPT_LOGPROBS": "logprobs of prompt tokens for one request: tokens, times candidates "
-    "and one, times `n`",
+    "MAX_PROMPT_LOGPROBS": "logprobs of the tokens of one prompt: tokens, times candidates and "
+    "one, times `n`",
     "MAX_ROUTED_EXPERT_BYTES": "experts of prompt tokens for one request: tokens, times bytes of "
     "one token's experts, times `n`",
     "MAX_HELD_TOKENS": "tokens of prompts that wait or run at one gateway with keys; beyond it, "

@@ -332,7 +332,7 @@ most tokens of all bad_words together."""
 MAX_CANDIDATES = 256
 """Most candidates of one token. The gateway allows fewer for tokens that are generated."""
 MAX_PROMPT_LOGPROBS = 256 * KIB
-"""Logprobs of prompt tokens in the answer to one request, candidates and choices included.
+"""Logprobs of the tokens of one prompt in an answer, candidates and choices included.
 They cross a worker's and a gateway's event loop packed, 8 bytes each; as JSON each takes 100."""
 MAX_ROUTED_EXPERT_BYTES = 48 * MIB
 """Bytes of the experts of a prompt's tokens in the answer to one request, choices included. They
