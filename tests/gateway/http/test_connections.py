@@ -126,6 +126,24 @@ async def test_a_body_in_chunks_of_ordinary_size_is_read(stack: Stack) -> None:
     writer.close()
 
 
+@pytest.mark.parametrize("headers", [b"a:b\r\n", b"a:b\r\n" * 300, b""])
+async def test_headers_after_a_body_are_refused_before_they_are_parsed(
+    stack: Stack, headers: bytes
+) -> None:
+    """Without a key, 256 KiB of them stopped the event loop for half a second."""
+    await stack.start()
+    reader, writer = await _connected(stack)
+    writer.write(
+        b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+        b'transfer-encoding: chunked\r\n\r\n1d\r\n{"model":"base","prompt":"x"}\r\n0\r\n'
+    )
+    writer.write(headers + b"\r\n")
+    async with asyncio.timeout(30):
+        status = await reader.readline()
+    assert (b"400 Bad Request" if headers else b"200 OK") in status
+    writer.close()
+
+
 async def test_a_client_that_does_not_read_its_answer_loses_its_connection(
     stack: Stack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
