@@ -9,13 +9,14 @@ from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from loraplex.errors import AdapterNotFound, InvalidRequest
-from loraplex.refs import Ref, parse_ref, split_choice, why_missing
+from loraplex.errors import AdapterNotFound
+from loraplex.refs import Ref, parse_ref, why_missing
 from loraplex_services.common import documents
 from loraplex_services.common.callers import note_read
 from loraplex_services.common.objects import ObjectStore
 from loraplex_services.registry import layout
 from loraplex_services.registry.access.permissions import Access
+from loraplex_services.registry.access.selection import check_one_base, selected, selector
 from loraplex_services.registry.index.catalog import Catalog
 from loraplex_services.registry.index.found import Cursor, Found, IndexPage
 from loraplex_services.registry.index.items import scope_of
@@ -83,17 +84,17 @@ class Lookup:
             AdapterNotFound: there is none, or another tenant's private one.
             InvalidRequest: a digest does not say which one to change.
         """
-        kind, selector = _selector(ref)
-        found = await self._found(ref.tenant, ref.name, kind, selector)
+        kind, wanted = selector(ref)
+        found = await self._found(ref.tenant, ref.name, kind, wanted)
         is_visible = access.may_see(ref.tenant, found.adapter)
-        version = _selected(found, ref, split_key)
+        version = selected(found, ref, split_key)
         has_others = found.has_more or (version is None and ref.digest and found.versions)
         if has_others and is_visible:
             found = await self._found(ref.tenant, ref.name, "live")
-            version = _selected(found, ref, split_key)
+            version = selected(found, ref, split_key)
             is_visible = access.may_see(ref.tenant, found.adapter)
         if to_change and is_visible:
-            _check_one_base(found, ref)
+            check_one_base(found, ref)
         if is_visible:  # What is hidden may not be told from what is missing.
             note_read.get()(found.num_documents)
         if version is None or not is_visible:
@@ -242,45 +243,6 @@ class Lookup:
 
 def _tenant(scope: str) -> str:
     return scope.partition("/")[0]
-
-
-def _selector(ref: Ref) -> tuple[str, str]:
-    if ref.digest is not None:
-        return "digest", ref.digest
-    if ref.version is not None:
-        return "version", str(ref.version)
-    return "tag", ref.tag or "latest"
-
-
-def _selected(found: Found, ref: Ref, split_key: str) -> VersionRecord | None:
-    number = ref.version
-    if ref.tag is not None:
-        tag = next((tag for tag in found.tags if tag.tag == ref.tag), None)
-        is_live = tag is not None and bool(tag.targets)
-        number = split_choice(tag.targets, split_key).version if tag and is_live else 0
-    if ref.digest is not None:
-        same = _of_content(found, ref.digest)
-        return next((each for each in reversed(same) if each.base_id == same[0].base_id), None)
-    live = (record for record in found.versions if not record.deleted)
-    return next((record for record in live if record.version == number), None)
-
-
-def _of_content(found: Found, digest: str) -> list[VersionRecord]:
-    return [each for each in found.versions if not each.deleted and each.digest == digest]
-
-
-def _check_one_base(found: Found, ref: Ref) -> None:
-    """Raises InvalidRequest if the content that a digest names is there for several bases."""
-    same = _of_content(found, ref.digest or "")
-    newest = {record.base_id: record.version for record in same}
-    if len(newest) > 1:
-        shown = ", ".join(f"v{number} for {base_id}" for base_id, number in newest.items())
-        raise InvalidRequest.field(
-            "ref",
-            str(ref),
-            f"the same content was published for several bases ({shown}); name a version",
-            reason="AMBIGUOUS_DIGEST",
-        )
 
 
 def _by_version(tags: Iterable[TagRecord]) -> Mapping[int, Sequence[TagRecord]]:
