@@ -317,12 +317,14 @@ class Tag(_message.Message):
     def __init__(self, tenant: _Optional[str] = ..., name: _Optional[str] = ..., tag: _Optional[str] = ..., targets: _Optional[_Iterable[_Union[TagTarget, _Mapping]]] = ..., generation: _Optional[int] = ..., updated_unix_s: _Optional[float] = ..., pending: _Optional[_Iterable[_Union[TagTarget, _Mapping]]] = ..., pending_reason: _Optional[str] = ..., pending_until_unix_s: _Optional[float] = ..., pending_left_s: _Optional[float] = ...) -> None: ...
 
 class GetAdapterRequest(_message.Message):
-    __slots__ = ("ref", "split_key")
+    __slots__ = ("ref", "split_key", "base_ids")
     REF_FIELD_NUMBER: _ClassVar[int]
     SPLIT_KEY_FIELD_NUMBER: _ClassVar[int]
+    BASE_IDS_FIELD_NUMBER: _ClassVar[int]
     ref: str
     split_key: str
-    def __init__(self, ref: _Optional[str] = ..., split_key: _Optional[str] = ...) -> None: ...
+    base_ids: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, ref: _Optional[str] = ..., split_key: _Optional[str] = ..., base_ids: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class GetAdapterResponse(_message.Message):
     __slots__ = ("version", "tags")

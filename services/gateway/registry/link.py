@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Collection, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -68,9 +68,13 @@ class RegistryLink:
         except grpc.RpcError as error:
             raise _error_of(error) from None
 
-    async def lookup(self, ref: Ref, split_key: str) -> tuple[Version, tuple[Tag, ...]]:
+    async def lookup(
+        self, ref: Ref, split_key: str, base_ids: Collection[str]
+    ) -> tuple[Version, tuple[Tag, ...]]:
         """Resolve one reference at the registry. Raises: NotFound, Unavailable."""
-        request = registry_pb2.GetAdapterRequest(ref=str(ref), split_key=split_key)
+        request = registry_pb2.GetAdapterRequest(
+            ref=str(ref), split_key=split_key, base_ids=sorted(base_ids)
+        )
         answer = await self._call(self._stub.GetAdapter, request)
         tags = tuple(registry_wire.tag(tag) for tag in answer.tags)
         return version_from_wire(answer.version), tags

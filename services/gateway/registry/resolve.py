@@ -36,8 +36,11 @@ from loraplex_services.gateway.request import (
 class RegistryLookup(Protocol):
     """The part of the registry that resolution needs."""
 
-    async def lookup(self, ref: Ref, split_key: str) -> tuple[Version, tuple[Tag, ...]]:
-        """Raises: NotFound, or Unavailable if it cannot be asked."""
+    async def lookup(
+        self, ref: Ref, split_key: str, base_ids: Collection[str]
+    ) -> tuple[Version, tuple[Tag, ...]]:
+        """The version of a reference; that of a digest is for one of these bases if there is one.
+        Raises: NotFound, or Unavailable if the registry cannot be asked."""
 
 
 class Resolver:
@@ -169,7 +172,7 @@ class Resolver:
         """Ask the registry and remember its answer. Mutates: snapshot."""
         snapshot, began = self.snapshot, self.snapshot.num_changes
         try:
-            version, tags = await self._registry.lookup(ref, split_key)
+            version, tags = await self._registry.lookup(ref, split_key, base_ids)
         except NotFound:
             return None
         except LoraplexError as error:

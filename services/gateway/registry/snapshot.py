@@ -158,7 +158,7 @@ class RegistrySnapshot:
         """The version that a reference means; None if the snapshot lacks it. Checks no access.
 
         Args:
-            base_ids: bases that it may be for, if its content was published for several.
+            base_ids: bases that a digest may be for; empty = any.
         """
         entry = self._entries.get((ref.tenant, ref.name))
         if entry is None:
@@ -232,9 +232,9 @@ def _key(version: Version) -> tuple[Adapter, int]:
 def _of_digest(entry: _Entry, digest: str, base_ids: Collection[str]) -> Version | None:
     """The newest version of some content. If it was published for several bases, it is for the
     first of those that may be: what is published later must not move a reference that names its
-    content to another base."""
+    content to another base. None may be there yet while one for another base is."""
     found = [version for version in entry.versions.values() if version.digest == digest]
-    usable = [version for version in found if version.base_id in base_ids] or found
+    usable = [version for version in found if not base_ids or version.base_id in base_ids]
     first = min(usable, key=_by_number, default=None)
     same_base = (each for each in usable if first is not None and each.base_id == first.base_id)
     return max(same_base, key=_by_number, default=None)

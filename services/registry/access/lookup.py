@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,12 +72,19 @@ class Lookup:
         self._catalog = catalog
 
     async def resolve(
-        self, ref: Ref, access: Access, split_key: str = "", *, to_change: bool = False
+        self,
+        ref: Ref,
+        access: Access,
+        split_key: str = "",
+        base_ids: Collection[str] = (),
+        *,
+        to_change: bool = False,
     ) -> ResolvedVersion:
         """The live version that a reference means to this caller. A digest means the newest version
         with this content, or where it was published for several bases, the newest for the first.
 
         Args:
+            base_ids: bases that are preferred for a digest.
             to_change: refuse a digest whose content was published for several bases.
 
         Raises:
@@ -87,11 +94,11 @@ class Lookup:
         kind, wanted = selector(ref)
         found = await self._found(ref.tenant, ref.name, kind, wanted)
         is_visible = access.may_see(ref.tenant, found.adapter)
-        version = selected(found, ref, split_key)
+        version = selected(found, ref, split_key, base_ids)
         has_others = found.has_more or (version is None and ref.digest and found.versions)
         if has_others and is_visible:
             found = await self._found(ref.tenant, ref.name, "live")
-            version = selected(found, ref, split_key)
+            version = selected(found, ref, split_key, base_ids)
             is_visible = access.may_see(ref.tenant, found.adapter)
         if to_change and is_visible:
             check_one_base(found, ref)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from loraplex.errors import InvalidRequest
 from loraplex.refs import Ref, split_choice
 from loraplex_services.registry.index.found import Found
@@ -17,7 +19,9 @@ def selector(ref: Ref) -> tuple[str, str]:
     return "tag", ref.tag or "latest"
 
 
-def selected(found: Found, ref: Ref, split_key: str) -> VersionRecord | None:
+def selected(
+    found: Found, ref: Ref, split_key: str, base_ids: Collection[str]
+) -> VersionRecord | None:
     """The version that a reference means; None if it is not among those that were found."""
     number = ref.version
     if ref.tag is not None:
@@ -26,6 +30,7 @@ def selected(found: Found, ref: Ref, split_key: str) -> VersionRecord | None:
         number = split_choice(tag.targets, split_key).version if tag and is_live else 0
     if ref.digest is not None:
         same = _of_content(found, ref.digest)
+        same = [each for each in same if each.base_id in base_ids] or same
         return next((each for each in reversed(same) if each.base_id == same[0].base_id), None)
     live = (record for record in found.versions if not record.deleted)
     return next((record for record in live if record.version == number), None)

@@ -39,7 +39,9 @@ class RegistryService(PublishService):
         access = caller_access()
         access.require("reader")
         ref = parse_ref(request.ref, access.tenant)
-        found = await self._registry.lookup.resolve(ref, access, request.split_key)
+        found = await self._registry.lookup.resolve(
+            ref, access, request.split_key, frozenset(request.base_ids)
+        )
         return pb.GetAdapterResponse(
             version=convert.resolved_to_proto(found),
             tags=[convert.tag_to_proto(tag) for tag in found.tags],

@@ -7,7 +7,7 @@ import contextlib
 import gc
 import tracemalloc
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -315,9 +315,9 @@ async def test_refusal_of_a_private_adapter_takes_the_path_of_a_missing_one(stac
     lookups: list[str] = []
     lookup = resolver._registry.lookup
 
-    async def counted(ref: Ref, split_key: str) -> Any:
+    async def counted(ref: Ref, split_key: str, base_ids: Collection[str]) -> Any:
         lookups.append(ref.name)
-        return await lookup(ref, split_key)
+        return await lookup(ref, split_key, base_ids)
 
     resolver._registry.lookup = counted  # type: ignore[method-assign]
     for name in ("theirs", "missing"):

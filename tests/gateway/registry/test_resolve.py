@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import Any
 
@@ -28,7 +28,9 @@ class RegistryLookup:
         self.asked: list[str] = []
         self.error: LoraplexError | None = None
 
-    async def lookup(self, ref: Ref, split_key: str) -> tuple[Version, tuple[Tag, ...]]:
+    async def lookup(
+        self, ref: Ref, split_key: str, base_ids: Collection[str]
+    ) -> tuple[Version, tuple[Tag, ...]]:
         self.asked.append(str(ref))
         if self.error is not None:
             raise self.error
@@ -126,6 +128,20 @@ async def test_a_digest_that_was_published_for_several_bases_keeps_its_base_wher
     assert await _label(resolver, model or ref, adapters=asked) == label
 
 
+async def test_a_digest_that_was_just_published_for_a_served_base_is_found(
+    resolver: Resolver, registry: RegistryLookup
+) -> None:
+    """The snapshot has the version that was published for another base before."""
+    other = replace(_version(3), base_id="twin")
+    resolver.snapshot.put_version(other)
+    ref = f"upper@{other.digest}"
+    registry.known[f"default/{ref}"] = (other, ())
+    with pytest.raises(AdapterNotFound, match="its base 'twin' is not served here"):
+        await _label(resolver, ref)
+    registry.known[f"default/{ref}"] = (replace(other, number=4, base_id="base"), ())
+    assert await _label(resolver, ref) == "default/upper:v4"
+
+
 class SlowLookup(RegistryLookup):
     """Something happens between its answer and the arrival of the answer."""
 
@@ -133,8 +149,10 @@ class SlowLookup(RegistryLookup):
         super().__init__()
         self.meanwhile: Callable[[], None] = lambda: None
 
-    async def lookup(self, ref: Ref, split_key: str) -> tuple[Version, tuple[Tag, ...]]:
-        answer = await super().lookup(ref, split_key)
+    async def lookup(
+        self, ref: Ref, split_key: str, base_ids: Collection[str]
+    ) -> tuple[Version, tuple[Tag, ...]]:
+        answer = await super().lookup(ref, split_key, base_ids)
         self.meanwhile()
         return answer
 

@@ -44,6 +44,14 @@ async def test_a_digest_keeps_the_base_that_it_was_published_for_first(
         await served.client.delete(f"sql:v{number}")
 
 
+async def test_a_digest_is_for_the_base_that_a_gateway_serves(served: ServedRegistry) -> None:
+    request = pb.GetAdapterRequest(ref=f"sql@{await _for_both_bases(served)}")
+    for base_id, number in ((TWIN, 2), ("example/tiny", 3), ("example/other", 3)):
+        request.base_ids[:] = [base_id]
+        found = await served.client._channel.call(served.client._stub.GetAdapter, request)
+        assert found.version.version == number
+
+
 async def test_a_look_up_by_digest_reads_one_version_unless_several_have_had_it(
     served: ServedRegistry,
 ) -> None:
