@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -68,25 +69,29 @@ class Indexer:
         self._problem = ""
         self._checked_s: float | None = None
         """When the last check ended, on the event loop's clock."""
+        self._complete_s = time.monotonic()
+        """When the last check that found no problem ended."""
 
     async def start(self) -> None:
         """Build the index if needed and complete interrupted publications, before the first read.
 
         Raises: CatalogDown, also if Redis may drop parts of an index.
         """
-        await self.measure()
-        await self.ensure()
-        await self.recover()
-        await self.repair(0.0)
+        with self._lag_until_checked():
+            await self.measure()
+            await self.ensure()
+            await self.recover()
+            await self.repair(0.0)
 
     async def keep(self, interval_s: float) -> None:
         """Check regularly that the index exists and is complete; repair it if not."""
         while True:
             await asyncio.sleep(interval_s)
             try:
-                await self.ensure()
-                await self.repair(_PENDING_AGE_S)
-                await self.measure()
+                with self._lag_until_checked():
+                    await self.ensure()
+                    await self.repair(_PENDING_AGE_S)
+                    await self.measure()
                 self._problem = ""
             except CatalogDown as error:
                 self._problem = error.message
@@ -95,6 +100,17 @@ class Indexer:
                 self._problem = "the check failed; see the registry's log"
                 logger.exception("index check failed")
             self._checked_s = asyncio.get_running_loop().time()
+
+    @contextlib.contextmanager
+    def _lag_until_checked(self) -> Iterator[None]:
+        """An index that cannot be checked counts as behind since the last check that could be
+        made, because nobody knows which changes it lacks."""
+        try:
+            yield
+        except Exception:
+            INDEX_LAG_S.set(time.monotonic() - self._complete_s)
+            raise
+        self._complete_s = time.monotonic()
 
     def state(self) -> dict[str, Any]:
         """When the index was checked, and what was wrong with it, for /debug/state."""

@@ -22,7 +22,8 @@ RECEIVED_BYTES = Counter(
 WATCHERS = Gauge("loraplex_registry_watchers", "Open watches: gateways and `registry watch`.")
 INDEX_LAG_S = Gauge(
     "loraplex_registry_index_lag_seconds",
-    "Age of the oldest change that has begun and is not in the index; 0 = none.",
+    "Age of the oldest change that has begun and is not in the index, 0 = none; the time since the "
+    "last check while the index cannot be checked.",
 )
 METADATA_BYTES = Gauge(
     "loraplex_registry_metadata_bytes", "Memory that the metadata server uses; 0 = not known."

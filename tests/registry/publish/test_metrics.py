@@ -13,6 +13,7 @@ from prometheus_client import REGISTRY
 from loraplex.client import uploading
 from loraplex.errors import NotFound
 from loraplex_services.registry.assembly import Registry
+from loraplex_services.registry.index.redis_calls import CatalogDown
 from tests.registry.conftest import ServedRegistry
 from tests.registry.house import upload
 
@@ -65,6 +66,23 @@ async def test_a_change_that_never_reached_the_index_shows_as_lag(registry: Regi
     rebuilds = _value("index_rebuilds_total")
     await registry.indexer.rebuild()
     assert _value("index_rebuilds_total") == rebuilds + 1
+
+
+async def test_an_index_that_cannot_be_checked_shows_as_lag(
+    registry: Registry, metadata_url: str
+) -> None:
+    server = redis.Redis.from_url(metadata_url)
+    server.config_set("maxmemory", "1gb")
+    server.config_set("maxmemory-policy", "allkeys-lru")
+    try:
+        with pytest.raises(CatalogDown):
+            await registry.indexer.start()
+        assert _value("index_lag_seconds") > 0
+    finally:
+        server.config_set("maxmemory-policy", "noeviction")
+        server.config_set("maxmemory", 0)
+    await registry.indexer.start()
+    assert _value("index_lag_seconds") == 0
 
 
 async def test_the_memory_of_the_metadata_server_is_reported_with_its_limit(
