@@ -223,12 +223,12 @@ class OpenAIEndpoints:
         caller = await self.context.caller(request)
         call = parse(await read_json(request, caller), origin_of(request, caller))
         return await self.answering.answer(
-            request, call, _completion_id(call, request), _FORMATTERS[parse], CHUNKS
+            request, call, _completion_id(call), _FORMATTERS[parse], CHUNKS
         )
 
 
-def _completion_id(call: OpenAICall, request: Request) -> str:
-    return f"{'chatcmpl' if call.is_chat else 'cmpl'}-{request.state.request_id}"
+def _completion_id(call: OpenAICall) -> str:
+    return f"{'chatcmpl' if call.is_chat else 'cmpl'}-{call.request_id}"
 
 
 async def _on_error(request: Request, error: Exception) -> Response:

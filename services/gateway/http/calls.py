@@ -68,6 +68,8 @@ def origin_of(request: Request, caller: Caller) -> Origin:
 class OpenAICall:
     """One HTTP request: a call per prompt, and how to format the answer."""
 
+    request_id: str
+    """Of all its calls. Those of several prompts add a number to it."""
     model: str
     calls: tuple[GenerateCall, ...]
     is_chat: bool
@@ -168,6 +170,7 @@ def call_of(
 ) -> OpenAICall:
     """The common part of all calls that generate. Raises: InvalidRequest, Unsupported."""
     model = model_of(body)
+    origin = replace(origin, request_id=body.text("request_id") or origin.request_id)
     stream = body.flag("stream")
     _check_sequences(len(prompts), asked.n or 1)
     include_usage, continuous_usage = _stream_options(body.inner("stream_options"), stream)
@@ -196,6 +199,7 @@ def call_of(
     names = {**(CHAT_FIELDS if is_chat else COMPLETION_FIELDS), "grammar": grammar_field}
     names["routed_from"] = routing.name
     return OpenAICall(
+        origin.request_id,
         model,
         calls,
         is_chat,

@@ -41,7 +41,6 @@ def parse_generate(fields: dict[str, Any], origin: Origin) -> OpenAICall:
     params = body.raw("sampling_params", {"type": "object"})
     if not isinstance(params, dict):
         raise bad_type("sampling_params", params, "an object")
-    origin = replace(origin, request_id=body.text("request_id") or origin.request_id)
     options = Body(params, _PREFIX)
     for name in _OF_VLLM_S_ENGINE:
         options.raw(name)

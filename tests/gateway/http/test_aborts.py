@@ -58,6 +58,21 @@ async def test_requests_that_wait_for_the_end_of_a_pause_end_too(live: Stack) ->
     assert (choice["finish_reason"], choice["token_ids"]) == ("abort", [])
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+async def test_completions_and_chats_take_the_id_from_their_body(live: Stack, path: str) -> None:
+    body = policy_body(request_id="r-1")
+    if "chat" in path:
+        body["messages"] = [{"role": "user", "content": "hi"}]
+        del body["prompt"]
+    live.workers[0].stands_at = NUM_TOKENS // 2
+    running = asyncio.create_task(post(live, path, body))
+    await eventually(lambda: live.workers[0].num_live == 1)
+    assert (await abort(live, "r-1"))["aborted"] == 1
+    answer = (await running).json()
+    assert answer["id"].endswith("cmpl-r-1")
+    assert answer["choices"][0]["finish_reason"] == "abort"
+
+
 @pytest.mark.parametrize("body", [{}, {"request_ids": []}, {"request_ids": [1]}, {"rid": "r"}])
 async def test_bodies_that_name_no_request_are_refused(stack: Stack, body: dict[str, Any]) -> None:
     await stack.start()

@@ -136,7 +136,6 @@ REFUSED: dict[str, object] = {
     "best_of": 2,
     "spaces_between_special_tokens": False,
     "detokenize": False,
-    "request_id": "x",
     "vllm_xargs": {"a": 1},
     "guided_decoding_backend": "xgrammar",
     "guided_whitespace_pattern": " ?",
