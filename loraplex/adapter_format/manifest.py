@@ -72,7 +72,10 @@ def parse_manifest(raw: bytes) -> Manifest:
     try:
         value = read_object(raw, "manifest", MAX_MANIFEST_BYTES)
         if value["schema"] != SCHEMA:
-            raise DataLoss(f"manifest has schema {value['schema']!r}, this build reads {SCHEMA}")
+            raise DataLoss(
+                f"the manifest has schema {value['schema']!r}, and this build reads {SCHEMA}; use "
+                "a newer one"
+            )
         files = json.loads(json.dumps(value["files"]))
         return Manifest(
             files=tuple(File(str(f["path"]), int(f["size"]), str(f["sha256"])) for f in files),

@@ -37,7 +37,9 @@ def main_of(parser: Parser, argv: Sequence[str]) -> int:
         return _print(error, as_json)
     except UnicodeError:
         # Python decodes bytes that are not UTF-8 to lone surrogates, which cannot be sent.
-        return _print(InvalidRequest("an argument or the input is not UTF-8 text"), as_json)
+        return _print(
+            InvalidRequest("an argument or the input is not UTF-8 text; convert it"), as_json
+        )
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:

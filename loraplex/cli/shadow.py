@@ -148,7 +148,8 @@ async def _versions(
     targets = next(tag.targets for tag in tagged if tag.tag == args.tag)
     if [target.version for target in targets] != [served.version]:
         raise Conflict(
-            f"{args.name}:{args.tag} must point at v{served.version} alone, which comes first"
+            f"{args.name}:{args.tag} must point at v{served.version} alone, which comes first: "
+            "move the tag, or name another version first"
         )
     return served, candidate
 
@@ -174,7 +175,7 @@ async def _run(
     ):
         async for request in requests:
             if request.digest != served.digest:
-                raise Conflict(f"{args.name}:{args.tag} was moved by someone else")
+                raise Conflict(f"{args.name}:{args.tag} was moved by someone else; start again")
             try:
                 test.add(await comparison.difference(request))
             except (DeadlineExceeded, ResourceExhausted, Unavailable):

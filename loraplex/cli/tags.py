@@ -270,7 +270,7 @@ async def _matching(client: RegistryClient, args: argparse.Namespace) -> list[st
         if fnmatch.fnmatchcase(version.name.lower(), pattern.lower())
     ]
     if not found:
-        raise NotFound(f"no adapter matches {args.ref!r} and the labels")
+        raise NotFound(f"no adapter matches {args.ref!r} and the labels; see 'registry list'")
     tenants = sorted({owner for owner, _ in found})
     if len(tenants) > 1:
         shown = ", ".join(tenants)

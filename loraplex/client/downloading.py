@@ -198,7 +198,7 @@ async def read_file(channel: Channel, ref: str, path: str) -> bytes:
             if len(content) > MAX_READ_BYTES:
                 raise DataLoss(f"{path} is larger than {MAX_READ_BYTES} bytes")
     if hashlib.sha256(content).hexdigest() != sha256:
-        raise DataLoss(f"{path} of {ref} is not what was published")
+        raise DataLoss(f"{path} of {ref} is not what was published; try again")
     return bytes(content)
 
 

@@ -93,7 +93,7 @@ async def hash_files(files: Sequence[SentFile], progress: Progress) -> list[Summ
                 asyncio.to_thread(_sum_chunks, file),
             )
         if file.sha256 not in ("", sha256):
-            raise DataLoss(f"{file.path} is damaged, its sha256 is {sha256}")
+            raise DataLoss(f"{file.path} is damaged: its sha256 is {sha256}; fetch it again")
         done_bytes += num_bytes
         summed.append(Summed(pb.FileSpec(path=file.path, size=num_bytes, sha256=sha256), crc32s))
     return summed

@@ -54,7 +54,7 @@ def fetch_from_bucket(
                 hint = f"holds more than {MAX_OBJECTS} objects; name the adapter's own prefix"
                 raise InvalidRequest.field("DIR", source, hint)
     if not listed:
-        raise NotFound(f"{source} holds no objects")
+        raise NotFound(f"{source} holds no objects; check bucket and prefix")
     names, warnings = select({name: size for name, (size, _) in listed.items()}, pickled=pickled)
     for name in names:
         size, etag = listed[name]

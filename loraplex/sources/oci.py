@@ -110,7 +110,7 @@ class _Registry:
 
     def _typed(self, error: urllib.error.HTTPError) -> LoraplexError:
         if error.code == 404:
-            return NotFound(f"{self.source} is not in the registry")
+            return NotFound(f"{self.source} is not in the registry; check its name and tag")
         if error.code in (401, 403):
             hint = f"log in with 'docker login {self.host}' or 'oras login {self.host}'"
             return PermissionDenied(f"{self.source}: the registry refuses access; {hint}")

@@ -71,7 +71,7 @@ class CallRates:
         wait_s = used_until_s + (num_calls - CALL_BURST) / CALLS_PER_S - now_s
         if wait_s > MAX_CALL_WAIT_S:
             raise ResourceExhausted(
-                f"tenant {tenant!r} sends more than {CALLS_PER_S} calls per second",
+                f"tenant {tenant!r} sends more than {CALLS_PER_S} calls per second; send fewer",
                 reason="TOO_MANY_CALLS",
                 retry_after_s=wait_s,
             )

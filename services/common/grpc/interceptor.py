@@ -359,7 +359,7 @@ async def _status_of_failure(method: str, context: Context) -> AsyncIterator[Non
 
 def _status_of(error: Exception, method: str) -> grpc.Status:
     if isinstance(error, NotImplementedError):
-        error = Unsupported(f"{method} is not served by this version")
+        error = Unsupported(f"{method} is not served by this version; call one that is newer")
     if not isinstance(error, LoraplexError):
         logger.error("call failed", exc_info=error, extra={"method": method})
         error = LoraplexError("internal error: the server's log has the traceback")

@@ -47,7 +47,8 @@ class OpenCalls:
         most = 0 if caller.key_id in SERVICE_KEY_IDS else limits_of(method).max_calls_per_tenant
         if most and self._counts[key] >= most:
             raise ResourceExhausted(
-                f"tenant {caller.tenant!r} has {most} calls of {key[0]} open, which is the limit",
+                f"tenant {caller.tenant!r} has {most} calls of {key[0]} open, which is the limit; "
+                "end some of them first",
                 reason="TOO_MANY_CALLS",
                 retry_after_s=1.0,
             )

@@ -190,4 +190,5 @@ async def capped(chunks: AsyncIterator[bytes], quota_bytes: int) -> AsyncGenerat
 
 def file_too_large() -> InvalidRequest:
     """The error of a file beyond the limit."""
-    return InvalidRequest(f"the file has more than {MAX_FILE_BYTES} bytes", reason="BODY_TOO_LARGE")
+    why = f"the file has more than {MAX_FILE_BYTES} bytes; divide it"
+    return InvalidRequest(why, reason="BODY_TOO_LARGE")

@@ -98,7 +98,7 @@ class ConsoleEndpoints:
         """The data of the charts of a range. Only admins see it."""
         caller = await self.caller(request)
         if not is_admin(caller):
-            raise PermissionDenied("the load is shown to keys with the scope admin")
+            raise PermissionDenied("the load is shown to keys with the scope 'admin'; use one")
         name = request.query_params.get("range", "5m")
         if name not in RANGES:
             raise InvalidRequest.field("range", name[:32], f"must be one of {', '.join(RANGES)}")

@@ -85,7 +85,8 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
             )
         able = {v.worker_id: v for v in self.fleet.views(found.base_id) if v.takes_requests}
         if not able:
-            raise Unavailable(f"no worker of {found.base_id!r} is ready", reason="NO_READY_WORKER")
+            why = f"no worker of {found.base_id!r} is ready; start one, or wait"
+            raise Unavailable(why, reason="NO_READY_WORKER")
         chosen = rendezvous_order(found.digest, able)[: request.num_workers or 1]
         timeout_s = min(context.time_remaining() or _FETCH_TIMEOUT_S, _FETCH_TIMEOUT_S)
         begin_s = now_s()

@@ -87,7 +87,8 @@ async def _read_timed(request: Request) -> bytearray:
             return await _read_capped(request)
     except TimeoutError:
         raise DeadlineExceeded(
-            f"the body took longer than {MAX_BODY_S} s to arrive", reason="BODY_TOO_SLOW"
+            f"the body took longer than {MAX_BODY_S} s to arrive; send less, or faster",
+            reason="BODY_TOO_SLOW",
         ) from None
 
 

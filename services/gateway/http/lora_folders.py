@@ -54,7 +54,7 @@ class LoraFolders:
         False, or why the registry refuses.
         """
         if not _may_publish(caller):  # before anything is read
-            raise PermissionDenied("this needs a key with the scope 'publisher'")
+            raise PermissionDenied("this needs the scope 'publisher'; ask an admin for another key")
         path = await asyncio.to_thread(self._inside, folder, caller)
         adapter = parse_name(name, caller.tenant, field="lora_name")
         publication = Publication(name, labels={LABEL: SOURCE}, keep_versions=KEPT_VERSIONS)

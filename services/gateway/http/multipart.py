@@ -152,7 +152,7 @@ class _Parts:
         self._num_parts += 1
         if self._num_parts > MAX_FORM_PARTS:
             raise InvalidRequest(
-                f"the form has more than {MAX_FORM_PARTS} parts", reason="INVALID_FORM"
+                f"the form has more than {MAX_FORM_PARTS} parts; send fewer", reason="INVALID_FORM"
             )
 
     def _end_header(self) -> None:

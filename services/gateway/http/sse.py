@@ -144,7 +144,9 @@ class EventStream:
             await self._fail(send, self._renamed(error))
         except Exception:
             logger.exception("stream failed")
-            await self._fail(send, LoraplexError("internal error"))
+            await self._fail(
+                send, LoraplexError("internal error: the gateway's log has the traceback")
+            )
 
     async def _fail(self, send: Send, error: LoraplexError) -> None:
         if not self._has_begun:

@@ -132,7 +132,8 @@ class KeyRing:
         """Returns the caller. Raises: Unauthenticated."""
         if caller.expires_unix_s and caller.expires_unix_s <= self._unix_now():
             raise Unauthenticated(
-                f"the API key {caller.key_id} has expired", reason="INVALID_API_KEY"
+                f"the API key {caller.key_id} has expired; ask an admin for another",
+                reason="INVALID_API_KEY",
             )
         return caller
 
@@ -160,4 +161,4 @@ def runs_all_adapters(caller: Caller) -> bool:
 def require_admin(caller: Caller) -> None:
     """Raises: PermissionDenied."""
     if not is_admin(caller):
-        raise PermissionDenied("this needs a key with the scope 'admin'")
+        raise PermissionDenied("this needs the scope 'admin'; ask an admin for another key")

@@ -237,9 +237,9 @@ class Keys:
 def _valid(record: KeyRecord) -> Caller:
     """The holder of a key. Raises: Unauthenticated."""
     if record.revoked_s:
-        raise Unauthenticated(f"the API key {record.key_id} was revoked")
+        raise Unauthenticated(f"the API key {record.key_id} was revoked; use another")
     if record.expires_s and record.expires_s <= now_s():
-        raise Unauthenticated(f"the API key {record.key_id} has expired")
+        raise Unauthenticated(f"the API key {record.key_id} has expired; ask an admin for another")
     return Caller(record.tenant, record.key_id, frozenset(record.scopes))
 
 

@@ -92,7 +92,9 @@ class Signatures:
         for record in records:
             keys = {other.key_sha256 for other in held} | {r.key_sha256 for r in records}
             if len(keys) > MAX_SIGNATURES:
-                raise ResourceExhausted(f"a version has at most {MAX_SIGNATURES} signatures")
+                raise ResourceExhausted(
+                    f"a version has at most {MAX_SIGNATURES} signatures; sign with one of its keys"
+                )
             if any(other.bundle == record.bundle for other in held):
                 continue
             key = layout.signature(*address, record.key_sha256)

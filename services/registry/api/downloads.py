@@ -46,11 +46,12 @@ async def chunks_of(
     for file in version.files:
         if paths and file.path not in paths:
             continue
+        what = f"{file.path} of {version.digest}"
         stored = await store.head(layout.blob(file.sha256))
         if stored is None:
-            raise DataLoss(f"{file.path} of {version.digest} is missing from the store")
+            raise DataLoss(f"{what} is missing from the store; upload it again")
         if stored.size != file.size:
-            raise DataLoss(f"{file.path} of {version.digest} is damaged in the store")
+            raise DataLoss(f"{what} is damaged in the store; upload it again")
         offset = 0
         digest = hashlib.sha256()
         async with contextlib.aclosing(_blob(store, file)) as blocks:
@@ -63,7 +64,7 @@ async def chunks_of(
                     yield Chunk(file.path, offset, data)
                     offset += len(data)
         if not reader_verifies and digest.hexdigest() != file.sha256:
-            raise DataLoss(f"{file.path} of {version.digest} is damaged in the store")
+            raise DataLoss(f"{what} is damaged in the store; upload it again")
 
 
 async def _blob(store: ObjectStore, file: File) -> AsyncGenerator[bytes, None]:

@@ -50,7 +50,10 @@ class Certificates:
         _check(record)
         others = {_subject(other) for other in await self.of(version)} - {_subject(record)}
         if len(others) >= MAX_CERTIFICATES:
-            raise ResourceExhausted(f"a version has at most {MAX_CERTIFICATES} certificates")
+            raise ResourceExhausted(
+                f"a version has at most {MAX_CERTIFICATES} certificates; repeat an earlier "
+                "measurement, which replaces its certificate"
+            )
         sha256 = hashlib.sha256("\n".join(_subject(record)).encode()).hexdigest()
         key = layout.certificate(version.tenant, version.name, version.version, sha256)
 

@@ -266,7 +266,8 @@ def _download(model: str) -> Path:
         return Path(snapshot_download(model, allow_patterns=patterns, ignore_patterns=others))
     except LocalEntryNotFoundError as error:
         raise Unavailable(
-            f"model {model!r} is not cached, and the hub cannot be reached"
+            f"model {model!r} is not cached, and the hub cannot be reached; check the network, or "
+            "name a folder"
         ) from error
     except WRONG_ANSWERS as error:
         raise Unavailable(f"model {model!r}: the hub gave an unexpected answer: {error}") from error
