@@ -25,11 +25,8 @@ async def _hold(
 
 
 async def test_permits_pass_on_in_order() -> None:
-    controller, release, log = (
-        AdmissionController(AdmissionLimits(max_running=1)),
-        asyncio.Event(),
-        [],
-    )
+    controller = AdmissionController(AdmissionLimits(max_running=1))
+    release, log = asyncio.Event(), list[int]()
     requests = [AdmissionRequest("t") for _ in range(4)]
     tasks = [asyncio.create_task(_hold(controller, request, release, log)) for request in requests]
     await asyncio.sleep(0)
@@ -41,11 +38,8 @@ async def test_permits_pass_on_in_order() -> None:
 
 
 async def test_client_that_leaves_the_queue_blocks_nobody() -> None:
-    controller, release, log = (
-        AdmissionController(AdmissionLimits(max_running=1)),
-        asyncio.Event(),
-        [],
-    )
+    controller = AdmissionController(AdmissionLimits(max_running=1))
+    release, log = asyncio.Event(), list[int]()
     first, second, third = (
         asyncio.create_task(_hold(controller, AdmissionRequest("t"), release, log))
         for _ in range(3)
@@ -60,11 +54,8 @@ async def test_client_that_leaves_the_queue_blocks_nobody() -> None:
 
 
 async def test_client_that_leaves_at_the_moment_of_its_admission_frees_its_permit() -> None:
-    controller, release, log = (
-        AdmissionController(AdmissionLimits(max_running=1)),
-        asyncio.Event(),
-        [],
-    )
+    controller = AdmissionController(AdmissionLimits(max_running=1))
+    release, log = asyncio.Event(), list[int]()
     first = asyncio.create_task(_hold(controller, AdmissionRequest("t"), release, log))
     second = asyncio.create_task(_hold(controller, AdmissionRequest("t"), release, log))
     await asyncio.sleep(0)
@@ -76,11 +67,8 @@ async def test_client_that_leaves_at_the_moment_of_its_admission_frees_its_permi
 
 
 async def test_full_queue_refuses_with_a_hint() -> None:
-    controller, release, log = (
-        AdmissionController(AdmissionLimits(max_running=1, max_waiting=0)),
-        asyncio.Event(),
-        [],
-    )
+    controller = AdmissionController(AdmissionLimits(max_running=1, max_waiting=0))
+    release, log = asyncio.Event(), list[int]()
     running = asyncio.create_task(_hold(controller, AdmissionRequest("t"), release, log))
     await asyncio.sleep(0)
     with pytest.raises(ResourceExhausted) as caught:
@@ -92,11 +80,8 @@ async def test_full_queue_refuses_with_a_hint() -> None:
 
 
 async def test_deadline_passes_in_the_queue() -> None:
-    controller, release, log = (
-        AdmissionController(AdmissionLimits(max_running=1)),
-        asyncio.Event(),
-        [],
-    )
+    controller = AdmissionController(AdmissionLimits(max_running=1))
+    release, log = asyncio.Event(), list[int]()
     running = asyncio.create_task(_hold(controller, AdmissionRequest("t"), release, log))
     await asyncio.sleep(0)
     with pytest.raises(DeadlineExceeded):
@@ -108,11 +93,8 @@ async def test_deadline_passes_in_the_queue() -> None:
 
 
 async def test_waiting_request_dropped_for_another_tenant_is_refused_with_a_hint() -> None:
-    controller, release, log = (
-        AdmissionController(AdmissionLimits(max_running=1, max_waiting=2)),
-        asyncio.Event(),
-        [],
-    )
+    controller = AdmissionController(AdmissionLimits(max_running=1, max_waiting=2))
+    release, log = asyncio.Event(), list[int]()
     greedy = [
         asyncio.create_task(_hold(controller, AdmissionRequest("g"), release, log))
         for _ in range(3)
@@ -130,11 +112,8 @@ async def test_waiting_request_dropped_for_another_tenant_is_refused_with_a_hint
 
 async def test_clients_that_all_leave_at_once_give_everything_back() -> None:
     """Places come free for waiting requests whose clients are gone and had no time to say so."""
-    controller, release, log = (
-        AdmissionController(AdmissionLimits(max_running=2)),
-        asyncio.Event(),
-        [],
-    )
+    controller = AdmissionController(AdmissionLimits(max_running=2))
+    release, log = asyncio.Event(), list[int]()
     tasks = [
         asyncio.create_task(_hold(controller, AdmissionRequest("t"), release, log))
         for _ in range(6)

@@ -69,6 +69,16 @@ def test_a_client_that_leaves_takes_its_requests_out_without_a_search(
     assert queue.num_waiting == 1
 
 
+def _order_after(queue: AdmissionQueue, running: AdmissionRequest) -> list[AdmissionRequest]:
+    """The waiting requests in the order in which they run, one at a time."""
+    order = []
+    while queue.num_waiting:
+        queue.release(running, 1.0)
+        (running,) = queue.take_ready()
+        order.append(running)
+    return order
+
+
 def test_urgent_request_passes_only_those_of_its_own_tenant() -> None:
     queue = AdmissionQueue(AdmissionLimits(max_running=1))
     running = AdmissionRequest("z")
@@ -77,12 +87,7 @@ def test_urgent_request_passes_only_those_of_its_own_tenant() -> None:
     other = AdmissionRequest("b")
     for request in (early, other, urgent):
         queue.offer(request, 0.0)
-    order = []
-    for _ in range(3):
-        queue.release(running, 1.0)
-        (running,) = queue.take_ready()
-        order.append(running)
-    assert order == [other, urgent, early]
+    assert _order_after(queue, running) == [other, urgent, early]
 
 
 def test_waiting_tickets_start_by_priority_then_arrival() -> None:
@@ -96,12 +101,7 @@ def test_waiting_tickets_start_by_priority_then_arrival() -> None:
     )
     for request in (early, late, urgent):
         queue.offer(request, 0.0)
-    order = []
-    for _ in range(3):
-        queue.release(running, 1.0)
-        (running,) = queue.take_ready()
-        order.append(running)
-    assert order == [urgent, early, late]
+    assert _order_after(queue, running) == [urgent, early, late]
 
 
 def test_tenant_at_its_limit_delays_nobody_else() -> None:

@@ -17,7 +17,7 @@ from loraplex.errors import Unavailable
 from loraplex.v1 import registry_pb2
 from loraplex_services.gateway.batches import book, records, run, runner
 from tests.gateway.conftest import Stack, eventually
-from tests.gateway.http.test_files import token
+from tests.gateway.http.test_files import readers, token
 from tests.gateway.scripted_worker import answer_of, endless
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -262,10 +262,7 @@ async def test_tenants_see_only_their_own_and_a_revoked_key_ends_its_batches(
     storing: Stack,
 ) -> None:
     storing.wants_keys = True
-    for tenant in ("default", "theirs"):
-        storing.registry.keys[token(tenant)] = registry_pb2.Key(
-            tenant=tenant, key_id=tenant, scopes=["reader"]
-        )
+    storing.registry.keys |= readers("default", "theirs")
     storing.workers[0].stands_at = 1
     await storing.start(ready=False)
     await eventually(lambda: storing.running.readiness.missing() == "")

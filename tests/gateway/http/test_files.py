@@ -119,10 +119,7 @@ async def test_what_is_not_served_is_refused_by_name_and_not_kept(
 
 async def test_tenants_see_only_their_own_files(storing: Stack) -> None:
     storing.wants_keys = True
-    for tenant in ("ours", "theirs"):
-        storing.registry.keys[token(tenant)] = registry_pb2.Key(
-            tenant=tenant, key_id=tenant, scopes=["reader"]
-        )
+    storing.registry.keys |= readers("ours", "theirs")
     await storing.start(ready=False)
     ours = storing.openai().with_options(api_key=token("ours"))
     theirs = storing.openai().with_options(api_key=token("theirs"))
@@ -139,6 +136,14 @@ async def test_tenants_see_only_their_own_files(storing: Stack) -> None:
 
 def token(name: str) -> str:
     return f"lpx_{name.ljust(12, '0')}_{'s' * 43}"
+
+
+def readers(*tenants: str) -> dict[str, registry_pb2.Key]:
+    """A key of each tenant, by its token."""
+    return {
+        token(name): registry_pb2.Key(tenant=name, key_id=name, scopes=["reader"])
+        for name in tenants
+    }
 
 
 async def test_an_id_is_no_path(storing: Stack) -> None:

@@ -11,7 +11,6 @@ import openai
 import pytest
 from openai import AsyncOpenAI
 
-from loraplex.v1 import registry_pb2
 from loraplex_services.common.grpc import call_rates
 from loraplex_services.common.limits import CALL_BURST, LIST_CALLS
 from loraplex_services.gateway.batches import book, files
@@ -19,7 +18,7 @@ from loraplex_services.gateway.batches.storage import Storage
 from loraplex_services.gateway.http import app
 from loraplex_services.gateway.http import files as endpoints
 from tests.gateway.conftest import Stack
-from tests.gateway.http.test_files import stored, token, uploaded
+from tests.gateway.http.test_files import readers, stored, token, uploaded
 
 pytestmark = pytest.mark.hostile
 MIB = 1 << 20
@@ -128,10 +127,7 @@ async def test_calls_that_look_at_many_files_count_as_many(
     storing: Stack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     storing.wants_keys = True
-    for tenant in ("many", "few"):
-        storing.registry.keys[token(tenant)] = registry_pb2.Key(
-            tenant=tenant, key_id=tenant, scopes=["reader"]
-        )
+    storing.registry.keys |= readers("many", "few")
     await storing.start(ready=False)
     many = storing.openai().with_options(api_key=token("many"), max_retries=0)
     few = storing.openai().with_options(api_key=token("few"))

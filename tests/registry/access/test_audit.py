@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import AsyncIterator
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -32,15 +33,20 @@ async def _written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, times_s: lis
     return log
 
 
-async def _all(log: Audit, tenant: str, page_size: int) -> list[str]:
-    subjects: list[str] = []
+async def _pages(log: Audit, tenant: str, page_size: int = 1000) -> list[list[str]]:
+    """The subjects of each page."""
+    pages: list[list[str]] = []
     token = ""
-    while True:
+    while not pages or token:
         entries, token = await log.page(tenant, page_size, token)
-        subjects += [entry.subject for entry in entries]
-        if not token:
-            return subjects
-        assert len(entries) == page_size
+        pages.append([entry.subject for entry in entries])
+    return pages
+
+
+async def _all(log: Audit, tenant: str, page_size: int) -> list[str]:
+    pages = await _pages(log, tenant, page_size)
+    assert all(len(page) == page_size for page in pages[:-1])
+    return [*chain.from_iterable(pages)]
 
 
 @pytest.mark.parametrize(
@@ -141,14 +147,9 @@ async def test_a_page_for_a_tenant_with_few_entries_reads_a_bounded_part_of_the_
     note_read.reset(reading)
     assert not entries and token
     assert 20 <= sum(num_read) <= 25
-    shown: list[str] = []
-    token, num_pages = "", 0
-    while not num_pages or token:
-        entries, token = await log.page("default", 1000, token)
-        shown += [entry.subject for entry in entries]
-        num_pages += 1
-    assert shown == [str(number) for number in range(99, -1, -3)]
-    assert num_pages >= 4
+    pages = await _pages(log, "default")
+    assert [*chain.from_iterable(pages)] == [str(number) for number in range(99, -1, -3)]
+    assert len(pages) >= 4
 
 
 async def test_a_page_does_not_end_at_a_file_that_is_no_entry(
@@ -159,10 +160,5 @@ async def test_a_page_does_not_end_at_a_file_that_is_no_entry(
     monkeypatch.setattr(audit, "_MAX_READ", 1)
     log = await _written(tmp_path, monkeypatch, [NOW_S - 10.0 * n for n in range(5, 0, -1)])
     await log._store.put(f"{layout.AUDIT}{audit._date(NOW_S)}/notes.txt", b"no entry")
-    shown: list[str] = []
-    token, num_pages = "", 0
-    while not num_pages or token:
-        entries, token = await log.page("", 1000, token)
-        shown += [entry.subject for entry in entries]
-        num_pages += 1
-    assert shown == ["4", "3", "2", "1", "0"]
+    pages = await _pages(log, "")
+    assert [*chain.from_iterable(pages)] == ["4", "3", "2", "1", "0"]

@@ -34,13 +34,19 @@ async def test_questions_of_one_moment_share_a_round_trip_of_bounded_size() -> N
     assert [len(round_) for round_ in oracle.rounds] == [4, 4, 2]
 
 
-async def test_a_question_never_joins_a_round_trip_that_is_under_way() -> None:
+async def first_under_way() -> tuple[Oracle, RequestBatcher[int, int], asyncio.Task[int]]:
+    """A round trip with the question 1, which lasts until the oracle's gate is opened."""
     oracle = Oracle()
     oracle.gate.clear()
     gathering = RequestBatcher(oracle.ask_all, max_questions=4)
     first = asyncio.create_task(gathering.ask(1))
     while not oracle.rounds:
         await asyncio.sleep(0)
+    return oracle, gathering, first
+
+
+async def test_a_question_never_joins_a_round_trip_that_is_under_way() -> None:
+    oracle, gathering, first = await first_under_way()
     later = [asyncio.create_task(gathering.ask(question)) for question in (2, 3)]
     await asyncio.sleep(0)
     assert oracle.rounds == [[1]]
@@ -57,12 +63,7 @@ async def test_a_failure_reaches_those_asked_together_and_nobody_later() -> None
 
 
 async def test_who_gave_up_waiting_is_not_asked_for() -> None:
-    oracle = Oracle()
-    oracle.gate.clear()
-    gathering = RequestBatcher(oracle.ask_all, max_questions=4)
-    first = asyncio.create_task(gathering.ask(1))
-    while not oracle.rounds:
-        await asyncio.sleep(0)
+    oracle, gathering, first = await first_under_way()
     gone, kept = (asyncio.create_task(gathering.ask(question)) for question in (2, 3))
     await asyncio.sleep(0)
     gone.cancel()

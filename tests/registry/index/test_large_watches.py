@@ -211,12 +211,8 @@ async def test_a_tenants_snapshot_reads_no_private_adapters_of_others(
     await mirror.until("sql-0:v1", PUBLIC)
 
 
-async def test_tags_in_a_watch_are_not_looked_up_one_by_one(
-    registry: Registry, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each look-up read all tags of the adapter: a million for an adapter with 1,000."""
-    for name in ("default/open", "acme/own"):
-        await publish(registry, name, 1, *(f"t{n}" for n in range(30)), visibility=PUBLIC)
+def _noted_finds(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
+    """Scope and kind of each look-up from now on."""
     find = registry.catalog.find
     found: list[tuple[str, str]] = []
 
@@ -225,6 +221,16 @@ async def test_tags_in_a_watch_are_not_looked_up_one_by_one(
         return await find(scope, kind, selector)
 
     monkeypatch.setattr(registry.catalog, "find", noted)
+    return found
+
+
+async def test_tags_in_a_watch_are_not_looked_up_one_by_one(
+    registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each look-up read all tags of the adapter: a million for an adapter with 1,000."""
+    for name in ("default/open", "acme/own"):
+        await publish(registry, name, 1, *(f"t{n}" for n in range(30)), visibility=PUBLIC)
+    found = _noted_finds(registry, monkeypatch)
     mirror = Mirror(visible_batches(registry.catalog, ACME, ""))
     await mirror.snapshot()
     assert mirror.known["open:t29"] == mirror.known["own:t29"] == [1]
@@ -238,14 +244,7 @@ async def test_a_change_of_a_private_adapter_reads_its_versions_for_nobody_else(
     await publish(registry, "sql", 1)
     mirror = Mirror(visible_batches(registry.catalog, ACME, ""))
     await mirror.snapshot()
-    find = registry.catalog.find
-    found: list[tuple[str, str]] = []
-
-    async def noted(scope: str, kind: str, selector: str = "") -> Any:
-        found.append((scope, kind))
-        return await find(scope, kind, selector)
-
-    monkeypatch.setattr(registry.catalog, "find", noted)
+    found = _noted_finds(registry, monkeypatch)
     await registry.sharing.describe("default", "sql", "words", {}, (), "me")
     await publish(registry, "open", 2, visibility=PUBLIC)
     await mirror.until("open:v1", PUBLIC)

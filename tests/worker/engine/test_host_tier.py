@@ -56,14 +56,19 @@ def test_an_evicted_adapter_is_on_the_host_and_loads_from_there(stage: Stage) ->
     assert stage.outputs["second"] == stage.outputs["first"]
 
 
-def test_an_image_that_makes_way_for_another_is_on_disk_only(stage: Stage) -> None:
-    runner = stage.runner
+def with_space_for_one(stage: Stage) -> Watcher:
+    """A and B on disk, where the host has space for one of them, and A on the device again."""
     watcher = Watcher(stage)
     watcher.step(*stage.fetched(A, B), submit("a", A), submit("b", B))
     both = [watcher.known[digest].device_bytes for digest in (A, B)]
-    runner._adapters._host = PinnedCache(runner.arena, max(both))
+    stage.runner._adapters._host = PinnedCache(stage.runner.arena, max(both))
     watcher.step(UnloadAdapter(A), UnloadAdapter(B))
     watcher.step(submit("a again", A))
+    return watcher
+
+
+def test_an_image_that_makes_way_for_another_is_on_disk_only(stage: Stage) -> None:
+    watcher = with_space_for_one(stage)
     watcher.step(submit("b again", B))
     watcher.step(UnloadAdapter(A), UnloadAdapter(B))
     assert (watcher.known[A].tier, watcher.known[A].host_bytes) == (Tier.DISK, 0)
@@ -73,20 +78,14 @@ def test_an_image_that_makes_way_for_another_is_on_disk_only(stage: Stage) -> No
 def test_an_image_that_makes_way_is_on_disk_even_if_the_other_cannot_be_entered(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    runner = stage.runner
-    watcher = Watcher(stage)
-    watcher.step(*stage.fetched(A, B), submit("a", A), submit("b", B))
-    both = [watcher.known[digest].device_bytes for digest in (A, B)]
-    runner._adapters._host = PinnedCache(runner.arena, max(both))
-    watcher.step(UnloadAdapter(A), UnloadAdapter(B))
-    watcher.step(submit("a again", A))
+    watcher = with_space_for_one(stage)
     watcher.step(UnloadAdapter(A))
     assert watcher.known[A].tier is Tier.HOST
 
     def refuse(slot: int, copied: object) -> None:
         raise ResourceExhausted("the tables are full")
 
-    monkeypatch.setattr(runner, "enter_adapter", refuse)
+    monkeypatch.setattr(stage.runner, "enter_adapter", refuse)
     watcher.step(submit("b again", B))
     assert "b again" in stage.failures
     assert watcher.known[A].tier is Tier.DISK
