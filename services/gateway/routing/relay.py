@@ -13,7 +13,6 @@ import logging
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 from loraplex.api.output import FinishReason
 from loraplex.api.request import KeptPrefix, WorkerRequest
@@ -24,6 +23,7 @@ from loraplex_services.gateway.request import Tokens, WorkerJob
 from loraplex_services.gateway.routing.routed_parts import RoutedParts
 from loraplex_services.gateway.routing.router import ReplicaCounts, RoutingRequest, choose
 from loraplex_services.gateway.routing.steering import Interrupted, Steering
+from loraplex_services.gateway.workers.fleet import Fleet
 from loraplex_services.gateway.workers.token_stream import TokenStream
 from loraplex_services.gateway.workers.view import WorkerView
 
@@ -35,16 +35,6 @@ _NO_WORKER = "NO_READY_WORKER"
 _BACK_OFF_S, _MOST_BACK_OFF_S = 0.05, 1.0
 """The pause doubles with each consecutive failure; it is used only if every worker has been
 tried."""
-
-
-class WorkerPool(Protocol):
-    """The part of the fleet that the relay needs."""
-
-    def views(self, base_id: str | None = None) -> list[WorkerView]: ...
-
-    def submit(self, address: str, job: WorkerJob) -> TokenStream: ...
-
-    async def next_change(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +53,7 @@ class RelayedJob:
 
     def __init__(
         self,
-        workers: WorkerPool,
+        workers: Fleet,
         limits: RelayLimits,
         job: WorkerJob,
         request: RoutingRequest,
@@ -290,7 +280,7 @@ def _deadline_passed() -> LoraplexError:
 class Relay:
     """Runs jobs on workers and continues them after failures."""
 
-    def __init__(self, workers: WorkerPool, limits: RelayLimits | None = None) -> None:
+    def __init__(self, workers: Fleet, limits: RelayLimits | None = None) -> None:
         self._workers = workers
         self._limits = limits or RelayLimits()
         self._replica_counts = ReplicaCounts()

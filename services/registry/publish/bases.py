@@ -214,9 +214,9 @@ def _name_warnings(base: BaseRecord, named: str) -> list[Violation]:
             f"is by its name a quantised or repacked copy of base {base.base_id!r}, which the "
             "adapter will run on"
         )
-        return [Violation.of(_BASE_FIELD, named, description)]
-    description = (
-        f"names another model than base {base.base_id!r}, whose tensor shapes it fits; make sure "
-        "that it was trained on it"
-    )
+    else:
+        description = (
+            f"names another model than base {base.base_id!r}, whose tensor shapes it fits; make "
+            "sure that it was trained on it"
+        )
     return [Violation.of(_BASE_FIELD, named, description)]
