@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
 
-from tests.sources.servers import COMMIT, Hub, served
+from tests.sources.servers import COMMIT, Answer, Hub, served
 
 ADAPTER = Path(__file__).parents[2] / "demo" / "adapters" / "mask"
 FILES = {path.name: path.read_bytes() for path in ADAPTER.iterdir()}
@@ -19,11 +19,13 @@ from pathlib import Path
 from loraplex.errors import LoraplexError
 from loraplex.sources import fetch
 
-try:
-    for warning in fetch(sys.argv[1], Path(sys.argv[2]), pickled=len(sys.argv) > 3):
-        print("warning", warning.value)
-except LoraplexError as error:
-    print(type(error).__name__, error.message)
+folder, flags, *sources = sys.argv[1:]
+for source in sources:
+    try:
+        warnings = fetch(source, Path(folder), pickled="pickled" in flags)
+        print("warning", *[warning.value for warning in warnings])
+    except LoraplexError as error:
+        print(type(error).__name__, error.message)
 """
 
 
@@ -35,35 +37,48 @@ def hub() -> Iterator[tuple[Hub, str]]:
         yield hub, f"http://{address}"
 
 
-def fetch(endpoint: str, source: str, folder: Path, *flags: str, token: str = "") -> str:
-    """In a process of its own: the hub's client reads its variables once."""
+def fetch_all(
+    endpoint: str, folder: Path, *sources: str, flags: str = "", token: str = ""
+) -> list[str]:
+    """What is said of each, fetched in turn in a process of its own, as the hub's client reads its
+    variables once."""
     folder.mkdir()
     environ = {"HF_ENDPOINT": endpoint, "HF_HOME": str(folder.parent / "home"), "HF_TOKEN": token}
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, source, str(folder), *flags],
+        [sys.executable, "-c", PROGRAM, str(folder), flags, *sources],
         env=environ, capture_output=True, text=True, cwd=Path(__file__).parents[2],
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    return done.stdout
+    return done.stdout.splitlines()
 
 
-@pytest.mark.parametrize("answer", [b"{", b"[]", b"null", b'{"sha": 1}', b"\xff"])
-def test_an_answer_that_is_none_of_the_hubs_is_said_to_be_unexpected(
-    tmp_path: Path, answer: bytes
-) -> None:
-    with served(lambda *_: (200, {"Content-Type": "application/json"}, answer)) as address:
-        out = fetch(f"http://{address}", "hf://acme/lora", tmp_path / "out")
-    assert out.startswith("Unavailable hf://acme/lora: the hub cannot be reached, or gave an unex")
+def fetch(endpoint: str, source: str, folder: Path, flags: str = "", token: str = "") -> str:
+    """What is said of one source."""
+    [said] = fetch_all(endpoint, folder, source, flags=flags, token=token)
+    return said
 
 
-@pytest.mark.parametrize(
-    "source", ["hf://acme/lora", "hf://acme/lora@v1", f"hf://acme/lora@{COMMIT}"]
-)
+def test_an_answer_that_is_none_of_the_hubs_is_said_to_be_unexpected(tmp_path: Path) -> None:
+    answers = (b"{", b"[]", b"null", b'{"sha": 1}', b"\xff")
+    sources = [f"hf://acme/{number}" for number in range(len(answers))]
+
+    def answer(_method: str, path: str, _headers: Mapping[str, str]) -> Answer:
+        number = int(path.removeprefix("/api/models/acme/")[0])
+        return 200, {"Content-Type": "application/json"}, answers[number]
+
+    with served(answer) as address:
+        said = fetch_all(f"http://{address}", tmp_path / "out", *sources)
+    for source, line in zip(sources, said, strict=True):
+        assert line.startswith(f"Unavailable {source}: the hub cannot be reached, or gave an unex")
+
+
+@pytest.mark.parametrize("revision", ["", "@v1", f"@{COMMIT}"])
 def test_the_adapters_files_are_fetched_at_one_commit(
-    hub: tuple[Hub, str], tmp_path: Path, source: str
+    hub: tuple[Hub, str], tmp_path: Path, revision: str
 ) -> None:
-    out = fetch(hub[1], source, tmp_path / "out")
-    assert out == "warning image.png, runs/x\n"
+    assert fetch(hub[1], f"hf://acme/lora{revision}", tmp_path / "out") == (
+        "warning image.png, runs/x"
+    )
     for name, content in {**FILES, "README.md": b"# hello"}.items():
         assert (tmp_path / "out" / name).read_bytes() == content
     assert not (tmp_path / "out" / "image.png").exists()
@@ -71,20 +86,17 @@ def test_the_adapters_files_are_fetched_at_one_commit(
     assert resolved and all(f"/resolve/{COMMIT}/" in path for path in resolved)
 
 
-@pytest.mark.parametrize(
-    ("source", "error"),
-    [
-        ("hf://acme/other", "NotFound hf://acme/other is not on the hub, or is private"),
-        ("hf://acme/lora@v9", "NotFound"),
-        ("hf://acme", "InvalidRequest DIR: must be hf://ORG/NAME"),
-        ("hf://acme/lora/deep", "InvalidRequest"),
-        ("ftp://acme/lora", "InvalidRequest DIR: must be a folder, or begin with hf://"),
-    ],
-)
-def test_what_cannot_be_found_is_said(
-    hub: tuple[Hub, str], tmp_path: Path, source: str, error: str
-) -> None:
-    assert fetch(hub[1], source, tmp_path / "out").startswith(error)
+def test_what_cannot_be_found_is_said(hub: tuple[Hub, str], tmp_path: Path) -> None:
+    errors = {
+        "hf://acme/other": "NotFound hf://acme/other is not on the hub, or is private",
+        "hf://acme/lora@v9": "NotFound",
+        "hf://acme": "InvalidRequest DIR: must be hf://ORG/NAME",
+        "hf://acme/lora/deep": "InvalidRequest",
+        "ftp://acme/lora": "InvalidRequest DIR: must be a folder, or begin with hf://",
+    }
+    said = fetch_all(hub[1], tmp_path / "out", *errors)
+    for (source, error), line in zip(errors.items(), said, strict=True):
+        assert line.startswith(error), source
 
 
 def test_a_gated_repository_says_what_to_do(hub: tuple[Hub, str], tmp_path: Path) -> None:
