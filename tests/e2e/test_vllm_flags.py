@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-from tests.e2e.stack import ADAPTERS, BASE, BASE_ID, REPO, Stack, clean_environment, start
+from tests.e2e.stack import ADAPTERS, BASE_ID, Stack, start
 
 CONTEXT = 48
 
@@ -59,17 +56,3 @@ def test_a_chat_without_max_tokens_ends_at_the_context(capped: Stack) -> None:
         assert status == 200, answer
         assert answer["usage"]["total_tokens"] == CONTEXT
         assert answer["choices"][0]["finish_reason"] == "length"
-
-
-@pytest.mark.long
-def test_a_context_beyond_the_bases_is_refused_at_the_start(tmp_path: Path) -> None:
-    own = json.loads((BASE / "config.json").read_text())["max_position_embeddings"]
-    command = [sys.executable, "-m", "loraplex.cli.loraplex", "up", "--model", str(BASE)]
-    command += ["--state-dir", str(tmp_path / "state"), "--max-model-len", str(own + 1)]
-    command += ["--http-port", "0", "--grpc-port", "0", "--registry-port", "0"]
-    done = subprocess.run(
-        command, capture_output=True, text=True, env=clean_environment(), cwd=REPO, timeout=90
-    )
-    assert done.returncode != 0 and "loraplex ready" not in done.stdout
-    refusal = f"--max-model-len: must be at most the context of the base, which is {own}"
-    assert refusal in done.stderr

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import signal
 from collections.abc import Iterator
 
 import grpc
@@ -86,11 +85,3 @@ async def test_a_killed_engine_process_takes_its_ranks_along(worker: WorkerProce
         worker.engine().kill()
     rank.wait(PATIENCE_S)
     assert len((await tokens_of(worker))["base-greedy"]) == 24
-
-
-def test_a_number_of_ranks_that_does_not_divide_the_base_ends_the_worker() -> None:
-    with worker_folder() as refused:
-        refused.start(LORAPLEX_TENSOR_PARALLEL="3")
-        code, log = refused.wait()
-        assert code not in (0, -signal.SIGKILL)
-        assert "config.json:num_attention_heads" in log and "--tensor-parallel" in log

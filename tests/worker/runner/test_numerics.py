@@ -82,6 +82,15 @@ def test_unknown_names_are_refused_with_the_known_ones():
         resolve_device("xpu")
 
 
+def test_a_cuda_device_that_is_not_there_is_refused_with_the_way_out(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for version, way_out in ((None, "install a CUDA build of torch"), ("13.0", "NVIDIA's driver")):
+        monkeypatch.setattr(torch.version, "cuda", version)
+        with pytest.raises(InvalidRequest, match=f"no CUDA device.*{way_out}") as caught:
+            resolve_device("cuda")
+        assert caught.value.violations[0].field == "device"
+
+
 def test_fingerprints_tell_dtypes_and_bases_apart():
     names = [
         fingerprint("a", CPU, torch.float32, "torch"),
