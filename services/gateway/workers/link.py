@@ -214,7 +214,9 @@ class WorkerLink:
 
     def _log_fields(self, error: LoraplexError | None) -> dict[str, str]:
         fields = {"address": self._view.address, "worker": self._view.worker_id}
-        return fields if error is None else fields | {"reason": error.reason}
+        if error is not None:
+            fields |= {"reason": error.reason, "problem": error.message}
+        return fields
 
 
 def updated(view: WorkerView, message: worker_pb2.WatchStatusResponse) -> WorkerView:

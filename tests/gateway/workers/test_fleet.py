@@ -72,8 +72,9 @@ async def test_names_are_looked_up(pool: TemplatePool) -> None:
 
 
 async def test_certificates_of_workers_found_by_name_contain_the_name(
-    pool: TemplatePool, tmp_path: Path
+    pool: TemplatePool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level("INFO")
     house, port = Authority(tmp_path), free_port()
     pair = house.issue("localhost", name_only=True)
     tls = TlsFiles(house.ca, pair.cert, pair.key)
@@ -90,6 +91,12 @@ async def test_certificates_of_workers_found_by_name_contain_the_name(
     running = [asyncio.create_task(fleet.run()) for fleet in (by_name, by_address)]
     await eventually(lambda: any(view.takes_requests for view in by_name.views("base")))
     assert by_address.views("base") == [], "the certificate has no 127.0.0.1"
+    await eventually(
+        lambda: any(
+            "is not in peer certificate" in record.__dict__.get("problem", "")
+            for record in caplog.records
+        )
+    )
     for task in running:
         task.cancel()
     await asyncio.gather(*running, return_exceptions=True)
