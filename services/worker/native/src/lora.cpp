@@ -46,10 +46,10 @@ const Tile* first_tile(const Work& work, int64_t segment) {
 // shrunk[row][rank] += x[row] . A[rank] over the tile.
 template <class W>
 void shrink_tile(const float* x, int64_t ldx, int64_t num_rows, const Tile& tile, float* shrunk,
-                 int64_t ld) {
+                 int64_t ld, const Following& next) {
     shrink_vectors(x + tile.col_begin, ldx, num_rows, reinterpret_cast<const W*>(tile.address),
                    tile.row_end - tile.row_begin, tile.col_end - tile.col_begin,
-                   shrunk + tile.row_begin, ld);
+                   shrunk + tile.row_begin, ld, next);
 }
 
 // Rows of a segment.
@@ -96,7 +96,7 @@ void shrink(Inputs<T>& in, const Tile& tile, float* shrunk, int64_t ld, TileUpda
         }
     }
     with_tile(tile.dtype, [&](auto w) {
-        shrink_tile<decltype(w)>(in.wide(), in.wide_stride(), in.num_rows, tile, shrunk, ld);
+        shrink_tile<decltype(w)>(in.wide(), in.wide_stride(), in.num_rows, tile, shrunk, ld, next);
     });
 }
 
@@ -302,7 +302,7 @@ LPX_EXPORT void lpx_add_products(const void* x, int64_t ldx, int64_t activation_
                     using W = decltype(w);
                     Tile own = tile;
                     own.address += first * num_columns * static_cast<int64_t>(sizeof(W));
-                    shrink_tile<W>(in.wide(), in.wide_stride(), in.num_rows, own, out, ldp);
+                    shrink_tile<W>(in.wide(), in.wide_stride(), in.num_rows, own, out, ldp, {});
                 });
             }
         });

@@ -1,42 +1,12 @@
-// B times few rows as instructions on tiles compute it, in vectors, and prefetching for both.
+// B times few rows as instructions on tiles compute it, in vectors.
 #pragma once
 #include "pairs.h"
+#include "prefetching.h"
 #include "tiles.h"
 
 namespace lpx {
 
-// What is read next: num_bytes from `from` on.
-struct Following {
-    const void* from;
-    int64_t num_bytes;
-};
-
 #if defined(__AMX_BF16__)
-
-// Prefetches what is read next, an equal part in each of num_steps steps. Each line is asked for twice, which is
-// faster than once, early or late.
-class Prefetching {
-public:
-    Prefetching(const Following& next, int64_t num_steps)
-        : at_(static_cast<const char*>(next.from)),
-          end_(at_ + next.num_bytes),
-          step_(ceil_div(ceil_div(next.num_bytes, kLine), num_steps) * kLine) {}
-
-    void step() {
-        const char* end = at_ + smaller(step_, end_ - at_);
-        for (; at_ < end; at_ += kLine) {
-            __builtin_prefetch(at_, 0, 2);
-            __builtin_prefetch(at_ + kEarlier, 0, 2);
-        }
-    }
-
-private:
-    static constexpr int64_t kLine = 64, kEarlier = 2048;
-    const char *at_, *end_;
-    int64_t step_;
-};
-
-inline void prefetch_all(const Following& next) { Prefetching(next, 1).step(); }
 
 // y[row] += factors[row] B for X rows, over up to 32 columns, which are divided into even and odd ones. `left`
 // is how many, a constant for 32.

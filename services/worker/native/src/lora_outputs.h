@@ -22,10 +22,13 @@ struct Thread {
     const Tile* after = nullptr;  // what is read after the adapter at hand, or null
 };
 
-// The rows of a tile that are read first.
+// Rows of a tile that are read first, side by side.
+constexpr int64_t kFirstRows = kHasUpdateTiles ? kTileRows : kSideRows;
+
+// These rows of a tile, or nothing if it is null.
 Following beginning_of(const Tile* tile) {
     if (tile == nullptr) return {nullptr, 0};
-    const int64_t num_rows = smaller(tile->row_end - tile->row_begin, kTileRows);
+    const int64_t num_rows = smaller(tile->row_end - tile->row_begin, kFirstRows);
     int64_t num_bytes = num_rows * (tile->col_end - tile->col_begin);
     with_tile(tile->dtype, [&](auto w) { num_bytes *= sizeof w; });
     return {reinterpret_cast<const void*>(tile->address), num_bytes};
@@ -56,10 +59,10 @@ inline const bf16* matrix_of(const Tile& tile) { return reinterpret_cast<const b
 
 template <class W>
 void expand_tile(float* y, int64_t ldy, int64_t num_rows, const Tile& tile, const float* shrunk,
-                 int64_t ld) {
+                 int64_t ld, const Following& next) {
     expand_vectors(y + tile.col_begin, ldy, num_rows, reinterpret_cast<const W*>(tile.address),
                    tile.row_end - tile.row_begin, tile.col_end - tile.col_begin,
-                   shrunk + tile.row_begin, ld);
+                   shrunk + tile.row_begin, ld, next);
 }
 
 // Outputs [begin, end) of a site, whose sums a task keeps as floats at the same time.
@@ -141,7 +144,8 @@ void expand(const Entry& entry, float* y, int64_t ldy, int64_t num_rows, const W
             }
         }
         with_tile(tile.dtype, [&](auto w) {
-            expand_tile<decltype(w)>(y, ldy, num_rows, tile, shrunk, ld);
+            expand_tile<decltype(w)>(y, ldy, num_rows, tile, shrunk, ld,
+                                     following(entry, tile, thread));
         });
     });
 }

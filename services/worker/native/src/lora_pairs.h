@@ -11,6 +11,8 @@ constexpr bool kHasPairs = true;
 
 // How far ahead of its use a row that is read alone, or a pair of rows, is prefetched.
 constexpr int64_t kStreamItems = 2048;
+// The same for each of several rows of B: they are too many short streams for the hardware's prefetchers.
+constexpr int64_t kAheadItems = 256;
 
 // Vectors of sums that stay in registers.
 constexpr int kSums = kLanes;

@@ -49,7 +49,7 @@ public:
         for (int64_t r = 0; r < num_a; r += kTileRows) {
             const int64_t count = smaller(num_a - r, kTileRows);
             configure_shrink(count, num_rows);
-            Prefetching ahead(after(a, num_a, r + count, n, next), tiles_of(n));
+            Prefetching ahead(rows_after(a, num_a, r + count, kTileRows, n, next), tiles_of(n));
             with_count<4>(ceil_div(num_rows, kTileRows), [&](auto blocks) {
                 shrink_rows<blocks.value>(in, num_rows, a + r * n, count, n, out + r, ldout, ahead);
             });
@@ -80,7 +80,7 @@ public:
         for (int64_t r = 0; whole < n && r < num_b; r += kTileRows) {
             const int64_t count = smaller(num_b - r, kTileRows);
             const bool ends = r + count == num_b && left == 0;
-            Prefetching ahead(n == ldb ? after(b, num_b, r + count, n, next)
+            Prefetching ahead(n == ldb ? rows_after(b, num_b, r + count, kTileRows, n, next)
                                        : ends ? next : Following{nullptr, 0},
                               ceil_div(n, kTileInputs));
             expand_vectors(y, ldy, num_rows, b + r * ldb, count, whole, n, ldb, factors + r,
@@ -100,13 +100,6 @@ private:
     // Rows of B whose products are added before the sums are stored.
     static constexpr int64_t kStripRows = 4 * kTileRows;
     static constexpr int64_t kStripItems = kStripRows * kTileInputs;
-
-    static Following after(const bf16* rows, int64_t num_rows, int64_t row, int64_t n,
-                           const Following& next) {
-        const int64_t count = smaller(num_rows - row, kTileRows);
-        if (count == 0) return next;
-        return {rows + row * n, count * n * int64_t(sizeof(bf16))};
-    }
 
     // A single row has its pairs in order. Others are copied, with zeros behind the last.
     static Inputs inputs_of(const bf16* x, int64_t ldx, int64_t num_rows, int64_t n) {
@@ -393,7 +386,6 @@ struct TileUpdates {
     void expand(float* y, int64_t ldy, int64_t num_rows, const bf16* b, int64_t num_b, int64_t n,
                 int64_t ldb, int64_t left, const bf16* factors, const Following& next);
 };
-inline void prefetch_all(const Following&) {}
 
 }  // namespace lpx
 

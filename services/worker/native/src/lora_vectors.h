@@ -3,54 +3,69 @@
 // A is [rank][inputs] and B is [rank][outputs], row after row. Shrink takes a few rows of x; for each four rows of
 // A (or one), it goes through the inputs. Expand takes a few rows of B; for each vector of outputs, it goes through
 // the rows of y. In long runs it takes two vectors of outputs and 12 or 6 rows of y, and goes through B's rows.
+//
+// With one row, the time is that of memory. While a few rows of a matrix are multiplied, the next ones are
+// prefetched in the order of memory, and at the end of a matrix those of the one that follows.
 #pragma once
 #include <type_traits>
 
+#include "prefetching.h"
 #include "vec.h"
 
 namespace lpx {
 
 // Rows of x that are multiplied by four rows of A at a time: as many sums as registers hold.
 constexpr int kDotRows = kLanes == 16 ? 4 : 3;
+// Most rows of A or B at a time.
+constexpr int kSideRows = 8;
 // Rows of y at a time in long runs, of which two vectors stay in registers.
 constexpr int kStripRows = kLanes == 16 ? 12 : 6;
 // Rank rows whose part of a strip stays in the first-level cache.
 constexpr int64_t kStripRanks = 64;
 
 #if defined(__AVX512BF16__)
-// One or two rows of activations read matrices in the order of memory, which Intel Xeons of the Sapphire
-// Rapids kind do faster. What is prefetched goes to the second-level cache there, because the first waits for
-// too few lines at a time. AMD's processors with these instructions multiply pairs instead.
+// One or two rows of activations read rows of matrices one after another, which Intel Xeons of the Sapphire
+// Rapids kind do faster. AMD's processors with these instructions multiply pairs instead.
 constexpr bool kInOrder = true;
-constexpr int kCacheHint = 2;
 #else
 constexpr bool kInOrder = false;  // slower at AVX2 on the same processor
-constexpr int kCacheHint = 3;
 #endif
 // How far ahead of its use a row that is read alone, or a pair of rows, is prefetched.
 constexpr int64_t kStreamBytes = 6144;
 
-inline void prefetch(const void* p) { __builtin_prefetch(p, 0, kCacheHint); }
+template <class W>
+constexpr int64_t kLineItems = 64 / sizeof(W);
+
+// Calls f(column) for each whole vector of columns [begin, end), and ahead.step() for each line of W.
+template <class W, class F>
+inline void each_vector(int64_t begin, int64_t end, Prefetching& ahead, const F& f) {
+    for (int64_t last; begin + kLanes <= end; begin = last) {
+        ahead.step();
+        last = smaller(begin + kLineItems<W>, begin + (end - begin) / kLanes * kLanes);
+#pragma GCC unroll 4
+        for (int64_t column = begin; column < last; column += kLanes) f(column);
+    }
+}
 
 // out[x row][A row] += x . A over whole vectors of n columns, for X rows of x and R rows of A.
 template <int X, int R, class W>
-void dot_block(const float* x, int64_t ldx, const W* a, int64_t n, float* out, int64_t ldout) {
+void dot_block(const float* x, int64_t ldx, const W* a, int64_t n, float* out, int64_t ldout,
+               Prefetching ahead) {
     Vec sums[X][R];
     for (int i = 0; i < X; ++i) {
         for (int r = 0; r < R; ++r) sums[i][r] = zero();
     }
-    for (int64_t k = 0; k + kLanes <= n; k += kLanes) {
+    each_vector<W>(0, n, ahead, [&](int64_t k) {
         Vec inputs[X];
 #pragma GCC unroll 8
         for (int i = 0; i < X; ++i) inputs[i] = load(x + i * ldx + k);
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r) {
-            prefetch(a + (R + r) * n + k);
             const Vec weights = load(a + r * n + k);
 #pragma GCC unroll 8
             for (int i = 0; i < X; ++i) sums[i][r] = fma(inputs[i], weights, sums[i][r]);
         }
-    }
+    });
     for (int i = 0; i < X; ++i) {
         for (int r = 0; r < R; ++r) out[i * ldout + r] += sum(sums[i][r]);
     }
@@ -59,11 +74,10 @@ void dot_block(const float* x, int64_t ldx, const W* a, int64_t n, float* out, i
 // The same for one row of x and num_a rows of A, one after another.
 template <class W>
 void dot_in_order(const float* x, const W* a, int64_t num_a, int64_t n, float* out) {
-    constexpr int64_t kLine = 64 / sizeof(W);
     for (int64_t r = 0; r < num_a; ++r, a += n) {
         Vec total = zero();
         for (int64_t k = 0; k + kLanes <= n; k += kLanes) {
-            if (k % kLine == 0) prefetch(a + k + kStreamBytes / sizeof(W));
+            if (k % kLineItems<W> == 0) __builtin_prefetch(a + k + kStreamBytes / sizeof(W), 0, 2);
             total = fma(load(x + k), load(a + k), total);
         }
         out[r] += sum(total);
@@ -73,12 +87,20 @@ void dot_in_order(const float* x, const W* a, int64_t num_a, int64_t n, float* o
 // The same for X rows of x.
 template <int X, class W>
 void dot_rows(const float* x, int64_t ldx, const W* a, int64_t num_a, int64_t n, float* out,
-              int64_t ldout) {
+              int64_t ldout, const Following& next) {
     if constexpr (X == 1 && kInOrder) return dot_in_order(x, a, num_a, n, out);
-    constexpr int R = X < 3 ? 8 / X : 4;
+    constexpr int R = X < 3 ? kSideRows / X : 4;
     int64_t r = 0;
-    for (; r + R <= num_a; r += R) dot_block<X, R>(x, ldx, a + r * n, n, out + r, ldout);
-    for (; r < num_a; ++r) dot_block<X, 1>(x, ldx, a + r * n, n, out + r, ldout);
+    const auto while_left = [&](auto count) {
+        constexpr int C = count.value;
+        for (; r + C <= num_a; r += C) {
+            const Following after = rows_after(a, num_a, r + C, R, n, next);
+            const Prefetching ahead(after, ceil_div(n, kLineItems<W>));
+            dot_block<X, C>(x, ldx, a + r * n, n, out + r, ldout, ahead);
+        }
+    };
+    while_left(std::integral_constant<int, R>());
+    while_left(std::integral_constant<int, 1>());
 }
 
 // The same over the columns behind the last whole vector, which real models do not have.
@@ -95,15 +117,15 @@ void dot_ends(const float* x, int64_t ldx, int64_t num_rows, const W* a, int64_t
     }
 }
 
-// out[row][A row] += x[row] . A over n columns.
+// out[row][A row] += x[row] . A over n columns. `next` is read after A.
 template <class W>
 void shrink_vectors(const float* x, int64_t ldx, int64_t num_rows, const W* a, int64_t num_a,
-                    int64_t n, float* out, int64_t ldout) {
+                    int64_t n, float* out, int64_t ldout, const Following& next) {
     int64_t row = 0;
     const auto while_left = [&](auto count) {
         constexpr int X = count.value;
         for (; row + X <= num_rows; row += X) {
-            dot_rows<X>(x + row * ldx, ldx, a, num_a, n, out + row * ldout, ldout);
+            dot_rows<X>(x + row * ldx, ldx, a, num_a, n, out + row * ldout, ldout, next);
         }
     };
     while_left(std::integral_constant<int, kDotRows>());
@@ -115,18 +137,12 @@ void shrink_vectors(const float* x, int64_t ldx, int64_t num_rows, const W* a, i
 // y[row] += sum over R rank rows of shrunk * B, over whole vectors of n columns from `begin` on.
 template <int R, class W>
 void expand_block(float* y, int64_t ldy, int64_t num_rows, const W* b, int64_t begin, int64_t n,
-                  const float* shrunk, int64_t ld) {
-    for (int64_t column = begin; column + kLanes <= n; column += kLanes) {
+                  const float* shrunk, int64_t ld, Prefetching ahead) {
+    each_vector<W>(begin, n, ahead, [&](int64_t column) {
         Vec weights[R];
-        // A pair of rank rows is prefetched as one stream. Of more, the next few items of each are
-        // prefetched, and near their ends the beginnings of the next ones.
-        const int64_t next_rows = column + kAheadItems < n ? 0 : (R - 1) * n;
-        if (R == 2) prefetch(b + R * column + kStreamBytes / sizeof(W));
+        if (R == 2) __builtin_prefetch(b + R * column + kStreamBytes / sizeof(W), 0, 2);
 #pragma GCC unroll 8
-        for (int r = 0; r < R; ++r) {
-            if (R != 2) prefetch(b + r * n + column + kAheadItems + next_rows);
-            weights[r] = load(b + r * n + column);
-        }
+        for (int r = 0; r < R; ++r) weights[r] = load(b + r * n + column);
         for (int64_t row = 0; row < num_rows; ++row) {
             float* out = y + row * ldy + column;
             Vec total = load(out);
@@ -136,7 +152,7 @@ void expand_block(float* y, int64_t ldy, int64_t num_rows, const W* b, int64_t b
             }
             store(out, total);
         }
-    }
+    });
 }
 
 // The same over the columns behind the last whole vector.
@@ -197,6 +213,7 @@ void expand_strips(float* y, int64_t ldy, int64_t num_rows, const W* b, int64_t 
         for (int64_t column = 0; column + 2 * kLanes <= n; column += 2 * kLanes) {
             for (int64_t r = 0; r < count; ++r) {
                 const W* from = b + (first + r) * n + column;
+                __builtin_prefetch(from + kLineItems<W>, 0, 2);  // of the next strips
                 store(strip + r * 2 * kLanes, load(from));
                 store(strip + r * 2 * kLanes + kLanes, load(from + kLanes));
             }
@@ -211,27 +228,28 @@ void expand_strips(float* y, int64_t ldy, int64_t num_rows, const W* b, int64_t 
     }
 }
 
-// y[row] += shrunk[row] B over n columns.
+// y[row] += shrunk[row] B over n columns. `next` is read after B.
 template <class W>
 void expand_vectors(float* y, int64_t ldy, int64_t num_rows, const W* b, int64_t num_b, int64_t n,
-                    const float* shrunk, int64_t ld) {
+                    const float* shrunk, int64_t ld, const Following& next) {
     int64_t r = 0, begin = 0;
     if (num_rows >= kStripRows) {
         expand_strips(y, ldy, num_rows, b, num_b, n, shrunk, ld);
         begin = n / (2 * kLanes) * (2 * kLanes);
     }
-    // One or two rows leave time to load and store their sums for each pair of rank rows.
-    if (kInOrder && num_rows <= 2) {
-        for (; r + 2 <= num_b; r += 2) {
-            expand_block<2>(y, ldy, num_rows, b + r * n, begin, n, shrunk + r, ld);
+    const auto while_left = [&](auto count) {
+        constexpr int R = count.value;
+        for (; r + R <= num_b; r += R) {
+            const Following after = R == 2 ? Following{b, 0} : rows_after(b, num_b, r + R, kSideRows, n, next);
+            const Prefetching ahead(after, ceil_div(n, kLineItems<W>));
+            expand_block<R>(y, ldy, num_rows, b + r * n, begin, n, shrunk + r, ld, ahead);
         }
-    }
-    for (; r + 8 <= num_b; r += 8) {
-        expand_block<8>(y, ldy, num_rows, b + r * n, begin, n, shrunk + r, ld);
-    }
-    for (; r < num_b; ++r) {
-        expand_block<1>(y, ldy, num_rows, b + r * n, begin, n, shrunk + r, ld);
-    }
+    };
+    // One or two rows leave time to load and store their sums for each pair of rank rows, which is prefetched
+    // as one stream.
+    if (kInOrder && num_rows <= 2) while_left(std::integral_constant<int, 2>());
+    while_left(std::integral_constant<int, kSideRows>());
+    while_left(std::integral_constant<int, 1>());
     expand_ends(y, ldy, num_rows, b, num_b, n, shrunk, ld);
 }
 

@@ -233,10 +233,6 @@ inline void load_pair(const T* p, Vec& low, Vec& high) {
     high = load(p + kLanes);
 }
 
-// How far ahead of its use a rank row of an adapter's B is prefetched: a tile's rows are too many short
-// streams for the hardware's prefetchers.
-constexpr int64_t kAheadItems = 256;
-
 // The first n lanes, none if n is negative; the rest are zeros (load) or left as they are (store).
 template <class T>
 inline Vec load_n(const T* p, int64_t n) {
