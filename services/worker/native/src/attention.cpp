@@ -12,6 +12,7 @@
 #include "kernels.h"
 #include "lane_sums.h"
 #include "pool.h"
+#include "prefetching.h"
 #include "vec.h"
 
 namespace lpx {
@@ -44,9 +45,22 @@ inline void rescale(const bf16* scales, float factor, int64_t begin, int64_t end
     for (int64_t j = begin; j < end; ++j) values[j] *= widened_scale(scales[j]) * factor;
 }
 
-template <class T>
-void prefetch(const T* p, int64_t num_items) {
-    for (int64_t i = 0; i < num_items; i += 64 / sizeof(T)) __builtin_prefetch(p + i, 0, 2);
+// Queries [first, last) of a sequence with the query heads of one KV head.
+struct QueryTask {
+    const Sequence* sequence;
+    int64_t head, first, last;
+};
+
+// Keys that any query of a task sees.
+inline Seen seen_by(const Layout& l, const QueryTask& task) {
+    const int64_t start = task.sequence->start;
+    return {seen_by(l, *task.sequence, start + task.first).begin,
+            seen_by(l, *task.sequence, start + task.last - 1).end};
+}
+
+// Where a block of a task's keys or values begins in a plane.
+inline int64_t offset_of(const Layout& l, const QueryTask& task, int64_t block) {
+    return block_of(*task.sequence, block) * l.block_stride + task.head * l.block_tokens * l.head_dim;
 }
 
 // Running softmax of one query: the largest score, and the sum of the weights relative to it.
@@ -176,13 +190,15 @@ void gather_rows(int64_t num_rows, const float (*weights)[kMaxBlockTokens], cons
     }
 }
 
-// Queries [first, last) of a sequence with the query heads of one KV head.
+// Attention of a task's queries. Keys and values of the next block are prefetched meanwhile, and at the end those
+// of `then`, the next task.
 template <class T, class Stored>
-void attend(const AttentionCall<T, Stored>& call, const Sequence& sequence, int64_t head, int64_t first,
-            int64_t last) {
+void attend(const AttentionCall<T, Stored>& call, const QueryTask& task, const QueryTask& then) {
     const Layout& l = call.layout;
+    const Sequence& sequence = *task.sequence;
+    const int64_t head = task.head, first = task.first;
     const int64_t group = l.num_heads / l.num_kv_heads;
-    const int64_t num_rows = (last - first) * group;
+    const int64_t num_rows = (task.last - first) * group;
     const int64_t padded = (l.head_dim + kLanes - 1) / kLanes * kLanes;
     float* queries = scratch(0, num_rows * padded);
     float* outputs = scratch(1, num_rows * padded);
@@ -198,18 +214,16 @@ void attend(const AttentionCall<T, Stored>& call, const Sequence& sequence, int6
         }
     }
     const int64_t low = sequence.start + first;
-    const int64_t oldest = seen_by(l, sequence, low).begin;
-    const int64_t high = seen_by(l, sequence, sequence.start + last - 1).end;
-    for (int64_t block = oldest / l.block_tokens; block * l.block_tokens < high; ++block) {
+    const Seen all = seen_by(l, task);
+    const int64_t block_bytes = l.block_tokens * l.head_dim * sizeof(Stored);
+    for (int64_t block = all.begin / l.block_tokens; block * l.block_tokens < all.end; ++block) {
         const int64_t begin = block * l.block_tokens;
-        const int64_t id = block_of(sequence, block);
-        const int64_t items = l.block_tokens * l.head_dim;
-        const int64_t offset = id * l.block_stride + head * items;
-        if (begin + l.block_tokens < high) {
-            const int64_t next = block_of(sequence, block + 1) * l.block_stride + head * items;
-            prefetch(call.keys + next, items);
-            prefetch(call.values + next, items);
-        }
+        const int64_t id = block_of(sequence, block), offset = offset_of(l, task, block);
+        const bool is_last = begin + l.block_tokens >= all.end;
+        const int64_t next = is_last ? offset_of(l, then, seen_by(l, then).begin / l.block_tokens)
+                                     : offset_of(l, task, block + 1);
+        Prefetching next_keys({call.keys + next, block_bytes}, num_rows);
+        Prefetching next_values({call.values + next, block_bytes}, num_rows);
         for (int64_t row = 0, count; row < num_rows; row += count) {
             count = smaller(kValueRows, group - row % group);
             const Seen seen = seen_by(l, sequence, low + row / group);
@@ -220,6 +234,8 @@ void attend(const AttentionCall<T, Stored>& call, const Sequence& sequence, int6
             float* out = outputs + row * padded;
             for (int64_t i = 0; i < count; ++i) {
                 float* scores = weights[i];
+                next_keys.step();
+                next_values.step();
                 score(queries + (row + i) * padded, call.keys + offset, l.head_dim, l.block_tokens, from,
                       to, scores);
                 constexpr float kFactor = factor_of(Stored());
@@ -252,7 +268,7 @@ void run(const AttentionCall<T, Stored>& call, const Sequence* sequences, int64_
     parallel_for(num_sequences, [&](int64_t i) {
         for (int64_t t = 0; t < sequences[i].num_tokens; ++t) write_token(call, sequences[i], t);
     });
-    parallel_for(task_ends[num_sequences - 1] * num_kv_heads, [&](int64_t index) {
+    const auto task_at = [&](int64_t index) {
         const int64_t task = index / num_kv_heads;
         int64_t i = 0, end = num_sequences - 1;
         while (i < end) {
@@ -264,9 +280,12 @@ void run(const AttentionCall<T, Stored>& call, const Sequence* sequences, int64_
             }
         }
         const int64_t first = (task - (i ? task_ends[i - 1] : 0)) * kTaskQueries;
-        const int64_t left = sequences[i].num_tokens - first;
-        attend(call, sequences[i], index % num_kv_heads, first,
-               first + (left < kTaskQueries ? left : kTaskQueries));
+        const int64_t last = smaller(first + kTaskQueries, sequences[i].num_tokens);
+        return QueryTask{&sequences[i], index % num_kv_heads, first, last};
+    };
+    const int64_t num_tasks = task_ends[num_sequences - 1] * num_kv_heads;
+    parallel_shares(num_tasks, [&](int64_t index) {
+        attend(call, task_at(index), task_at(smaller(index + 1, num_tasks - 1)));
     });
 }
 
