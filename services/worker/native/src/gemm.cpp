@@ -284,12 +284,14 @@ void multiply(const Product& g, const W* packed) {
     // Of one task for all rows, a panel that is left alone costs less than threads with unequal shares.
     const int64_t unit = g.num_rows > kTaskRows ? kBlockPanels : 1;
     const int64_t num_units = ceil_div(num_panels, unit);
-    parallel_shares(num_panel_tasks * ceil_div(g.num_rows, kTaskRows), [&](int64_t task) {
+    const int64_t num_row_tasks = ceil_div(g.num_rows, kTaskRows);
+    const int64_t task_rows = ceil_div(ceil_div(g.num_rows, num_row_tasks), kMaxRows) * kMaxRows;
+    parallel_shares(num_panel_tasks * num_row_tasks, [&](int64_t task) {
         const int64_t share = task % num_panel_tasks;
         const int64_t begin = num_units * share / num_panel_tasks * unit;
         const int64_t end = smaller(num_panels, num_units * (share + 1) / num_panel_tasks * unit);
-        int64_t row = task / num_panel_tasks * kTaskRows;
-        const int64_t last = smaller(row + kTaskRows, g.num_rows);
+        int64_t row = task / num_panel_tasks * task_rows;
+        const int64_t last = smaller(row + task_rows, g.num_rows);
         if (last - row > kFewRows) {
             float* sums = scratch(0, (last - row) * kBlockPanels * kPanel);
             int64_t panel = begin;
