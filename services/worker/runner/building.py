@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import gc
 import logging
 from collections.abc import Callable, Mapping
@@ -173,7 +175,14 @@ def _build(
             programs = StepPrograms(operators.native, model, settings.max_num_batched_tokens)
             model.pass_layers = programs.forward
     gc.freeze()  # what stays need not be walked by full collections: 4% of a step's time
+    _return_freed_memory()
     return TorchRunner(model, loader, info, batches, operators, settings.overlap)
+
+
+def _return_freed_memory() -> None:
+    """Give the system what loading has freed, which glibc would keep."""
+    with contextlib.suppress(AttributeError):  # another C library
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _are_rows_alike(config: ModelConfig, operators: Operators) -> bool:
