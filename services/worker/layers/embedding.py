@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from loraplex_services.worker.layers.ranks import Ranks
@@ -18,20 +19,25 @@ class TokenTable:
     is not zero, so it is exact.
     """
 
-    def __init__(self, weight: Tensor, vocab_size: int, ranks: Ranks) -> None:
-        """`weight`: `[vocabulary, width]`, or this rank's rows of it."""
+    def __init__(self, weight: Tensor, vocab_size: int, ranks: Ranks, dtype: torch.dtype) -> None:
+        """Rows that are looked up have the dtype.
+
+        Args:
+            weight: `[vocabulary, width]`, or this rank's rows of it; see `Operators.table`.
+        """
         self.weight = weight
         self.vocab_size = vocab_size
+        self.dtype = dtype
         self._ranks = ranks
         self._first_id = ranks.shard.vocabulary(vocab_size)[0]
 
     def look_up(self, token_ids: Tensor) -> Tensor:
         """int64 `[T]` -> `[T, width]`."""
         if self._ranks.shard.size == 1:
-            return self.weight[token_ids]
+            return self.weight[token_ids].to(self.dtype)
         rows = token_ids - self._first_id
         is_elsewhere = (rows < 0) | (rows >= len(self.weight))
-        y = self.weight[rows.clamp(0, len(self.weight) - 1)]
+        y = self.weight[rows.clamp(0, len(self.weight) - 1)].to(self.dtype)
         return self._ranks.all_reduce(y.masked_fill_(is_elsewhere[:, None], 0.0))
 
 
@@ -48,6 +54,11 @@ class LoraEmbedding:
     def weight(self) -> Tensor:
         """`[vocabulary, hidden]`, or this rank's rows of it."""
         return self.table.weight
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of what `forward` returns."""
+        return self.table.dtype
 
     def forward(self, token_ids: Tensor, lora: LoraBatch) -> Tensor:
         """int64 `[T]` -> `[T, hidden]`."""

@@ -86,6 +86,10 @@ class NativeOperators(Operators):
             return PlainLinear(self.native, weight)
         return self.linear(weight)
 
+    def table(self, weight: Tensor) -> Tensor:
+        """See Operators."""
+        return as_published(weight)
+
     def reads_codes(self, weight: CodedWeight) -> bool:
         """See Operators."""
         return is_readable(weight)

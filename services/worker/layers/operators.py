@@ -72,6 +72,10 @@ class Operators:
         """The product of the head, whose weight may be that of the embedding."""
         return self.linear(weight)
 
+    def table(self, weight: Tensor) -> Tensor:
+        """A table `[vocabulary, width]` as it is kept, with the same values."""
+        return weight
+
     def reads_codes(self, weight: CodedWeight) -> bool:
         """Whether products read the codes; otherwise the weight is dequantised once."""
         return False

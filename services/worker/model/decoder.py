@@ -176,12 +176,12 @@ class Decoder:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of all weights that this rank's products read; the head counts even when it is
-        tied."""
+        """Bytes of all weights of this rank's products in the dtype that they compute in; the head
+        counts even when it is tied."""
         sites = self.site_weights.own_table.sites
         products = [site for site in sites if site.kind in (LINEAR, LM_HEAD)]
         num_items = sum(site.in_features * site.out_features for site in products)
-        return num_items * self._embedding.weight.itemsize
+        return num_items * self._embedding.dtype.itemsize
 
     def forward(self, batch: ForwardBatch) -> Tensor:
         """Hidden states `[T, H]` after the last norm."""
@@ -268,7 +268,7 @@ class Decoder:
         if self.draft_head is None:
             return 0.0
         num_items = self._head.base.out_features * self._head.base.in_features
-        share = num_items * self._embedding.weight.itemsize / self.weight_bytes
+        share = num_items * self._embedding.dtype.itemsize / self.weight_bytes
         return share * (1 - self.expert_share)
 
     @property
@@ -279,7 +279,7 @@ class Decoder:
             return 0.0
         sites = [site for site in self.site_weights.own_table.sites if site.kind == EXPERT]
         num_items = sum(site.in_features * site.out_features for site in sites)
-        active = num_items * self.active_experts * self._embedding.weight.itemsize
+        active = num_items * self.active_experts * self._embedding.dtype.itemsize
         return active / (active + self.weight_bytes)
 
     @property

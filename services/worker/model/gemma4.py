@@ -211,12 +211,12 @@ def _inputs(builder: Builder) -> PerLayerEmbedding | None:
     config = builder.config
     if not config.layer_input_size:
         return None
-    width = config.num_layers * config.layer_input_size
+    width, dtype = config.num_layers * config.layer_input_size, builder.weights.dtype
     rows = config.num_layer_input_rows
     name = "model.per_layer_model_projection"
     table = builder.own.token_rows("model.embed_tokens_per_layer.weight", rows, width)
     return PerLayerEmbedding(
-        TokenTable(table, rows, builder.operators.ranks),
+        TokenTable(builder.operators.table(table), rows, builder.operators.ranks, dtype),
         builder.linear(-1, config.hidden_size, [(name, width)], has_bias=False),
         builder.norm(-1, "model.per_layer_projection_norm", config.layer_input_size),
         config.layer_input_size,

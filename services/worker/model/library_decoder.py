@@ -95,12 +95,12 @@ class LibrarySites:
         scale = getattr(module, "scalar_embed_scale", None)  # what the library's scaled tables have
         if type(module) is not nn.Embedding and scale is None:
             raise Unsupported.field(name, type(module).__name__, "is not a plain embedding")
-        weight = module.weight.data.clone()
+        weight = self.operators.table(module.weight.data.clone())
         site_id = self.table.add(-1, EMBEDDING, len(weight), [(name, weight.shape[1])])
         self.linears[site_id] = DenseLinear(weight)
         embedding = LoraEmbedding(
             site_id,
-            TokenTable(weight, len(weight), self.operators.ranks),
+            TokenTable(weight, len(weight), self.operators.ranks, module.weight.dtype),
             self.operators.add_lora_embedding(),
         )
         self.model.set_submodule(name, SiteEmbedding(embedding, scale or 1.0, self.current))
