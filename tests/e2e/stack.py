@@ -19,6 +19,7 @@ from typing import Any
 import psutil
 
 from loraplex import BlockingRegistry, Credentials, Publication
+from tests.cli.nursery import Nursery
 from tests.processes import processes_running
 
 REPO = Path(__file__).parents[2]
@@ -49,20 +50,14 @@ class Stack:
     grpc: str
     registry: str
     state_dir: Path
+    nursery: Nursery | None = None
+    """Runs the `registry` commands; it starts with the first one."""
 
     def run_registry(self, *args: str, check: bool = True) -> subprocess.CompletedProcess[str]:
         """Run the `registry` command against this stack."""
-        command = [
-            sys.executable,
-            "-m",
-            "loraplex.cli.registry",
-            *args,
-            "--registry",
-            self.registry,
-        ]
-        done = subprocess.run(
-            command, capture_output=True, text=True, env=clean_environment(), timeout=60, cwd=REPO
-        )
+        if self.nursery is None:
+            self.nursery = Nursery("loraplex.cli.registry")
+        done = self.nursery.run([*args, "--registry", self.registry], clean_environment(), "")
         assert not check or done.returncode == 0, done.stderr
         return done
 
@@ -119,6 +114,8 @@ class Stack:
 
     def stop(self) -> int:
         """SIGTERM and the exit code."""
+        if self.nursery is not None:
+            self.nursery.close()
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
         try:
