@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import Any
 
 from redis.exceptions import ConnectionError as RedisAway
@@ -32,7 +32,9 @@ class SimulatedRegistry:
             snapshot.put_tag(_latest(name))
         return snapshot
 
-    async def lookup(self, ref: Ref, split_key: str) -> tuple[Version, tuple[Tag, ...]]:
+    async def lookup(
+        self, ref: Ref, split_key: str, base_ids: Collection[str]
+    ) -> tuple[Version, tuple[Tag, ...]]:
         """Raises: Unavailable, AdapterNotFound."""
         await asyncio.sleep(0.005)
         if self.is_away:
