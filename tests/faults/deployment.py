@@ -158,9 +158,13 @@ class Deployment:
             aws_secret_access_key=store["AWS_SECRET_ACCESS_KEY"],
         ).create_bucket(Bucket=BUCKET)
         self._compose(store)
-        for service in self.services.values():
-            service.start()
-        eventually(self.is_ready, _START_TIMEOUT_S)
+        try:
+            for service in self.services.values():
+                service.start()
+            eventually(self.is_ready, _START_TIMEOUT_S)
+        except BaseException as error:
+            self.__exit__(type(error), error, error.__traceback__)
+            raise
         return self
 
     def __exit__(
