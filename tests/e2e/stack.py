@@ -142,9 +142,13 @@ def start(
         command, stdout=subprocess.PIPE, stderr=log, text=True, env=env, cwd=REPO
     )
     assert process.stdout is not None
-    for line in process.stdout:
-        if match := READY.match(line.strip()):
-            return Stack(process, *match.groups(), state_dir=state_dir)
+    try:
+        for line in process.stdout:
+            if match := READY.match(line.strip()):
+                return Stack(process, *match.groups(), state_dir=state_dir)
+    except BaseException:  # such as the time limit of the test
+        process.terminate()
+        raise
     raise RuntimeError(f"the stack ended with {process.wait()}: see {log.name}")
 
 
