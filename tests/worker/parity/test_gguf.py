@@ -21,7 +21,14 @@ from loraplex_services.worker.ops.rope.torch import Rotary
 from loraplex_services.worker.runner.building import build_runner
 from loraplex_services.worker.server.base_files import GGUF_MODULE, find_model, read_tokenizer
 from tests.worker.parity.adapters import features_of
-from tests.worker.parity.gguf_files import MIXTURES, finish, gguf_base, gguf_model, write_gguf
+from tests.worker.parity.gguf_files import (
+    HEADS,
+    MIXTURES,
+    finish,
+    gguf_base,
+    gguf_model,
+    write_gguf,
+)
 from tests.worker.parity.suite import check_mixed_batch, stage_of
 from tests.worker.parity.test_quantised import FEATURES, check_ranks
 
@@ -111,6 +118,18 @@ def test_a_damaged_file_is_refused(kept, tmp_path):
     (tmp_path / "base.gguf").write_bytes(content[:kept])
     with pytest.raises(InvalidRequest, match=r"LORAPLEX_MODEL: is not a readable GGUF file"):
         write_folder(tmp_path / "base.gguf", tmp_path / "out")
+
+
+@pytest.mark.parametrize("num_heads", [0, 3, 256])
+def test_a_number_of_heads_that_does_not_fit_is_named(num_heads, tmp_path):
+    key = b"llama.attention.head_count"
+    right, wrong = (key + struct.pack("<II", 4, number) for number in (HEADS, num_heads))
+    path = written(tmp_path)
+    content = path.read_bytes()
+    assert content.count(right) == 1
+    path.write_bytes(content.replace(right, wrong))
+    with pytest.raises(InvalidRequest, match=r"attention\.head_count: .* rows of q_proj"):
+        write_folder(path, tmp_path / "out")
 
 
 @pytest.mark.hostile

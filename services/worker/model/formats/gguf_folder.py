@@ -229,6 +229,9 @@ def _in_halves(file: GgufFile, module: str, data: Any) -> Any:
     key = "attention.head_count" if module == "q_proj" else "attention.head_count_kv"
     num_heads = file.own(key, file.own("attention.head_count"))
     rows, rest = data.shape[0], data.shape[1:]
+    if not isinstance(num_heads, int) or num_heads < 1 or rows % (2 * num_heads):
+        why = f"must divide half of the {rows} rows of {module}"
+        raise InvalidRequest.field(key, num_heads, why)
     pairs = data.reshape(num_heads, rows // num_heads // 2, 2, *rest)
     return pairs.swapaxes(1, 2).reshape(rows, *rest)
 
