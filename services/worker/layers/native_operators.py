@@ -56,6 +56,7 @@ class NativeOperators(Operators):
         widens = has_choice and not native.uses_pairs
         self.name = f"native-{native.isa}" + "-widened" * widens
         self.native = native
+        self.keeps_half = dtype is torch.float32
         self.loops_experts = False
         """Whether torch computes the experts of a layer, because no kernel reads their weights."""
         self.attention_maker = AttentionMaker(

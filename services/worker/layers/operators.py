@@ -62,6 +62,8 @@ class Operators:
         """Makes each layer's attention backend, and the metadata of each step."""
         self.division: Division = ONE_MATRIX
         """How they divide adapters."""
+        self.keeps_half = False
+        """Whether products in float32 and tables take weights in half precision."""
 
     def linear(self, weight: Tensor, activation: Activation | None = None) -> BaseLinear:
         """A base product; the weight `[out, in]` is not needed afterwards. If its outputs go to the

@@ -143,7 +143,7 @@ class Builder:
     @property
     def own(self) -> OwnWeights:
         """This rank's part of the weights."""
-        return OwnWeights(self.weights, self.shard)
+        return OwnWeights(self.weights, self.shard, self.operators.keeps_half)
 
     def _token_rows(self, name: str) -> Tensor:
         return self.own.token_rows(name, self.config.vocab_size, self.config.hidden_size)

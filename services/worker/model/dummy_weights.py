@@ -46,6 +46,10 @@ class DummyWeights:
         tensor = torch.empty(tuple(shape), dtype=self.dtype, device=self._device)
         return tensor.normal_(0.0, 1 / math.sqrt(shape[-1]), generator=self._generator)
 
+    def half_dtype(self, name: str) -> torch.dtype | None:
+        """None: there are no files."""
+        return None
+
     def take_codes(self, name: str, shape: Sequence[int]) -> CodedWeight | None:
         """None: there are no codes."""
         return None

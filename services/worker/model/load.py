@@ -34,6 +34,7 @@ _IGNORED_SUFFIXES = (".rotary_emb.inv_freq", ".masked_bias", ".attn.bias")
 """Buffers that old files carry and that are computed here."""
 
 
+_HALF_TYPES = {"BF16": torch.bfloat16, "F16": torch.float16}
 HALF_DTYPES = frozenset({"BF16", "F16", "U8", "I8", "I32", "F8_E4M3"})
 """Types in files whose values half precision can hold, and the codes of quantised weights."""
 SCALE_SUFFIXES = ("scale", "scale_inv", "scales")
@@ -82,6 +83,10 @@ class Weights(Protocol):
         """
         ...
 
+    def half_dtype(self, name: str) -> torch.dtype | None:
+        """The type of a tensor in the files if that is half precision; otherwise None."""
+        ...
+
     def take_codes(self, name: str, shape: Sequence[int]) -> CodedWeight | None:
         """A complete weight `[out, in]` in codes; None if it is plain."""
         ...
@@ -104,10 +109,18 @@ def take_rows(
     parts: Sequence[tuple[str, int]],
     *columns: int,
     window: TensorWindow | None = None,
+    keeps_half: bool = False,
 ) -> Tensor:
-    """Tensors `[rows, *columns]` stacked by rows, (name, rows) each, or a window of the stack."""
+    """Tensors `[rows, *columns]` stacked by rows, (name, rows) each, or a window of the stack.
+
+    Args:
+        keeps_half: if all of them are published in one half-precision type, it is kept.
+    """
+    halves = {weights.half_dtype(name) for name, _ in parts} if keeps_half else {None}
+    dtype = halves.pop() if len(halves) == 1 else None
     taken = [
-        weights.take(name, (rows, *columns), own) for name, rows, own in parts_of(parts, window)
+        weights.take(name, (rows, *columns), own, dtype)
+        for name, rows, own in parts_of(parts, window)
     ]
     return taken[0] if len(taken) == 1 else torch.cat(taken)
 
@@ -214,6 +227,13 @@ class Checkpoint:
         path, inner = self._file_of[name]
         dtype: str = self._files[path].get_slice(inner).get_dtype()
         return dtype in FLOAT_DTYPES
+
+    def half_dtype(self, name: str) -> torch.dtype | None:
+        """See `Weights`."""
+        if name not in self._file_of:
+            return None
+        path, inner = self._file_of[name]
+        return _HALF_TYPES.get(self._files[path].get_slice(inner).get_dtype())
 
     def ignore(self, is_unused: Callable[[str], bool]) -> None:
         """Accept these tensors although the model does not take them."""

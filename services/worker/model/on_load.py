@@ -65,6 +65,10 @@ class QuantisedOnLoad:
             return (wide if window is None else window.cut(wide)).to(dtype or self.dtype)
         return self._files.take(name, shape, window, dtype)
 
+    def half_dtype(self, name: str) -> torch.dtype | None:
+        """See `load.Weights`; None for experts, whose codes are dequantised."""
+        return None if ".experts." in name else self._files.half_dtype(name)
+
     def take_codes(self, name: str, shape: Sequence[int]) -> CodedWeight | None:
         """See `load.Weights`; None for routers."""
         if name.endswith(_ROUTERS):

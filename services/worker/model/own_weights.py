@@ -20,6 +20,9 @@ class OwnWeights:
 
     weights: Weights
     shard: Shard
+    keeps_half: bool = False
+    """Whether matrices that are published in half precision stay so; see
+    `Operators.keeps_half`."""
 
     def window(self, num_outputs: int, cut: Cut, dim: int = 0) -> TensorWindow | None:
         """The part that the rank has of a weight whose outputs are dimension `dim`; None = all."""
@@ -32,7 +35,7 @@ class OwnWeights:
     def stacked(self, parts: Sequence[tuple[str, int]], num_inputs: int, cut: Cut) -> Tensor:
         """Tensors `[rows, num_inputs]` stacked by rows: (name, rows) each."""
         window = self.window(sum(rows for _, rows in parts), cut)
-        return take_rows(self.weights, parts, num_inputs, window=window)
+        return take_rows(self.weights, parts, num_inputs, window=window, keeps_half=self.keeps_half)
 
     def codes(
         self, name: str, shape: tuple[int, int], window: TensorWindow | None
@@ -57,10 +60,11 @@ class OwnWeights:
     def token_rows(self, name: str, vocab_size: int, width: int) -> Tensor:
         """A table with a row for each token, or the rank's rows of it, padded with zeros to as
         many as every other rank has."""
+        dtype = self.weights.half_dtype(name) if self.keeps_half else None
         if self.shard.size == 1:
-            return self.weights.take(name, (vocab_size, width))
+            return self.weights.take(name, (vocab_size, width), None, dtype)
         window = TensorWindow([self.shard.vocabulary(vocab_size)])
-        rows = self.weights.take(name, (vocab_size, width), window)
+        rows = self.weights.take(name, (vocab_size, width), window, dtype)
         missing = padded_share(vocab_size, self.shard.size) - len(rows)
         return F.pad(rows, (0, 0, 0, missing))
 

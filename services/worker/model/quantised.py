@@ -79,6 +79,10 @@ class QuantisedCheckpoint:
         wide = coded.dequantised()
         return (wide if window is None else window.cut(wide)).to(dtype or self.dtype)
 
+    def half_dtype(self, name: str) -> torch.dtype | None:
+        """See `load.Weights`; None for codes."""
+        return self._files.half_dtype(name) if self._module_in_codes(name) is None else None
+
     def take_codes(self, name: str, shape: Sequence[int]) -> CodedWeight | None:
         """A weight as it is stored; None if it is not in codes.
 

@@ -235,6 +235,27 @@ def test_windows_of_stacked_tensors_are_the_parts_of_the_whole(base):
     assert rows.weight_rows(5, 5).shape == (0, 64)
 
 
+@pytest.mark.parametrize(
+    ("published", "kept"),
+    [
+        ((torch.bfloat16, torch.bfloat16), torch.bfloat16),
+        ((torch.float16, torch.float16), torch.float16),
+        ((torch.bfloat16, torch.float16), torch.float32),
+        ((torch.bfloat16, torch.float32), torch.float32),
+    ],
+)
+def test_matrices_of_one_half_precision_type_stay_so_if_that_is_wanted(published, kept, tmp_path):
+    parts = {name: torch.randn(4, 8).to(dtype) for name, dtype in zip("ab", published, strict=True)}
+    save_file(parts, tmp_path / "model.safetensors")
+    weights = Checkpoint(tmp_path, torch.float32, CPU)
+    rows = [(name, 4) for name in parts]
+    stack = take_rows(weights, rows, 8, keeps_half=True)
+    assert stack.dtype is kept
+    wide = take_rows(weights, rows, 8)
+    assert wide.dtype is torch.float32
+    assert stack.float().equal(wide)
+
+
 def test_a_window_of_one_tensor_of_all_experts_is_a_part_of_it(tmp_path):
     experts = torch.arange(3 * 8 * 6.0).view(3, 8, 6)
     save_file({"experts": experts}, tmp_path / "model.safetensors")

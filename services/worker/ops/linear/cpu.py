@@ -39,6 +39,8 @@ def as_published(weight: Tensor) -> Tensor:
     Checkpoints are mostly published in half precision; widened to float32 they lose it again here,
     and the kernels widen in registers.
     """
+    if weight.dtype in HALF_DTYPES:
+        return weight
     for dtype in HALF_DTYPES:
         narrow = weight.to(dtype)
         if narrow.to(weight.dtype).equal(weight):
