@@ -81,11 +81,18 @@ class Adapter:
 class NoWeights:
     """Shapes of a base in float16, and nothing else."""
 
+    dtype = torch.float16
+
     def has(self, name: str) -> bool:
         """No optional tensor is there."""
         return False
 
-    def take(self, name: str, shape: Sequence[int], window: None = None) -> Tensor:
+    def half_dtype(self, name: str) -> None:
+        """There are no files."""
+
+    def take(
+        self, name: str, shape: Sequence[int], window: None = None, dtype: None = None
+    ) -> Tensor:
         """A tensor without memory; the embedding's device is where the ropes are computed."""
         if "embed_tokens" in name:
             return torch.zeros(1, dtype=torch.float16).expand(tuple(shape))
