@@ -43,7 +43,8 @@ def test_tokens_are_those_of_torch_and_nothing_waits_for_the_device(device, monk
     with AsksNobody() as asked:
         found = sample(rows, tokens, lambda rows: logits.clone(), (2,), TritonOperators.draws)
     assert asked.num_operators > 20
-    assert asked.questions == []
+    # On a CPU, the host looks whether further tokens are as likely as the last one found.
+    assert asked.questions == ([] if device.type == "cuda" else ["_local_scalar_dense"])
     assert reads == []
     if device.type == "cuda":
         torch.cuda.synchronize()
