@@ -1,7 +1,7 @@
 // Low-rank updates of float32 rows by matrices of any type, which widen in registers.
 //
-// A is [rank][inputs] and B is [rank][outputs], row after row. Shrink takes a few rows of x; for each four rows of
-// A (or one), it goes through the inputs. Expand takes a few rows of B; for each vector of outputs, it goes through
+// A is [rank][inputs] and B is [rank][outputs], row after row. Shrink takes a few rows of x; for each few rows of
+// A, it goes through the inputs. Expand takes a few rows of B; for each vector of outputs, it goes through
 // the rows of y. In long runs it takes two vectors of outputs and 12 or 6 rows of y, and goes through B's rows.
 //
 // With one row, the time is that of memory. While a few rows of a matrix are multiplied, the next ones are
