@@ -22,7 +22,7 @@ FIRST_ORDINARY_TOKEN = 300
 
 
 FILES = {"Q8_0": ("Q8_0", "Q8_0", "Q8_0"), "Q4_K_M": ("Q4_K", "Q6_K", "Q6_K")}
-"""Types of most linears, of some, and of the table of tokens, in files of llama.cpp."""
+"""Types of most linears, of some linears, and of the token embedding, in files of llama.cpp."""
 FALLBACKS = {"Q4_K": "Q5_0", "Q6_K": "Q8_0"}
 """The types of rows whose length is not a multiple of 256."""
 FACTORS_AT = {"Q8_0": (0,), "Q5_0": (0,), "Q4_K": (0, 2), "Q6_K": (208,)}
@@ -35,7 +35,8 @@ SHAPES = {
 
 
 def base_options(doc: str | None, model: str = "135m") -> ArgumentParser:
-    """A parser of what every benchmark of an engine is told: its base, and a folder for models."""
+    """A parser of the options that all benchmarks of an engine have: the base, and a folder for
+    models."""
     parser = options_of(doc)
     parser.add_argument("--model", choices=tuple(SHAPES), default=model)
     parser.add_argument("--work-dir", type=Path, required=True, help="keep models here")
@@ -83,7 +84,7 @@ def make_base(shape: Shape, root: Path) -> Path:
 
 
 def make_gguf_folder(base: Path, file: str, root: Path) -> Path:
-    """What a worker makes of a GGUF file of a base, with random codes and small scales."""
+    """The folder that a worker makes of a GGUF file, with random codes and small scales."""
     folder = root / f"{base.name}-{file}"
     if folder.exists():
         return folder

@@ -122,7 +122,7 @@ def write_adapter(
     seed: int,
     targets: Sequence[str] = ALL_SEVEN,
 ) -> Path:
-    """An adapter as PEFT writes it, with small values; one that is there already stays."""
+    """An adapter as PEFT writes it, with small values. An existing one is kept."""
     if (folder / CONFIG_FILE).exists():
         return folder
     folder.mkdir(parents=True, exist_ok=True)

@@ -27,7 +27,7 @@ def options_of(doc: str | None) -> ArgumentParser:
 
 
 def cpu_facts() -> dict[str, Any]:
-    """What a reader needs to compare numbers; nothing that names this machine."""
+    """Facts that a reader needs to compare numbers, none of which identifies this machine."""
     text = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
 
     def field(name: str) -> str:
@@ -90,7 +90,7 @@ def write_results(name: str, results: dict[str, Any], args: Namespace | None = N
 
 def rounded(value: Any) -> Any:
     """The same document with dataclasses as objects, and floats rounded to six significant digits.
-    JSON has no infinity and no NaN: they become null, which stands for what never came."""
+    JSON has no infinity and no NaN: they become null."""
     if is_dataclass(value) and not isinstance(value, type):
         value = asdict(value)
     if isinstance(value, dict):
@@ -103,7 +103,7 @@ def rounded(value: Any) -> Any:
 
 
 def read_results(name: str) -> dict[str, Any]:
-    """What `write_results` wrote on a machine of this kind."""
+    """The results that `write_results` wrote on a machine of this kind."""
     path = RESULTS / machine_kind(cpu_facts()) / f"{name}.json"
     results: dict[str, Any] = json.loads(path.read_text())
     return results

@@ -1,4 +1,4 @@
-"""Products of weights in codes over bfloat16 ones, at the linears of the 0.5B geometry.
+"""Products with quantised weights relative to bfloat16 ones, at the linears of the 0.5B geometry.
 
     python -m benchmarks run cpu.coded_products
 

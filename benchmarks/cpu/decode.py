@@ -4,13 +4,13 @@
 
 Random weights; adapters of ranks 8, 16, 32 and 64 on every linear; 64 to 128 prompt tokens, fresh
 in every repetition; greedy; all requests at once. The sides alternate. Prints ratios and writes
-`results/<machine>/cpu_decode.json`; `--join` adds repetitions to those in the file. Numbers compare
+`results/<machine>/cpu_decode.json`; `--join` adds repetitions to those in the file. Compare numbers
 within one run only. On a machine that other processes use, set OMP_NUM_THREADS=1: OpenMP, which the
-peer uses, waits for threads that the system has taken away, so one thread per side is fairer.
+peer uses, waits for threads that the system has preempted, so one thread per side is fairer.
 
 The first requests decode while prompts of the last ones are computed in steps of 0.2 s, as in a
-worker. Where prompts take so long that no step decodes all requests (a step is then NaN), more
-`--new-tokens` or `--max-step-s 0`, which is without this limit, give such steps.
+worker. If prompts take so long that no step decodes all requests, the step is NaN. Then use more
+`--new-tokens`, or `--max-step-s 0`, which removes the limit.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def joined(args: Namespace, limits: dict[str, float]) -> tuple[Results, dict[str
     """The runs of the results file, and the machine's best limits in that file and now.
 
     Raises:
-        SystemExit: naming an option that was another when the file was made.
+        SystemExit: naming an option whose value was different when the file was made.
     """
     found = read_results(args.name)
     for key in ("model", "new_tokens", "dtype", "cpu_isa", "peer_dtype"):

@@ -5,10 +5,10 @@
 Random weights, stored in bfloat16; greedy; all requests at once, first without adapters and then
 each with an adapter of its own, as PEFT writes them, on every linear (on attention only in two
 families with experts). The sides alternate. Families
-with code here run with it. The others, and some of ours again, run through the transformers library
-(`--model-impl transformers`). Prints the ratios of each family and writes
-`results/<machine>/cpu_families.json`; with `--only`, other families keep their lines. Numbers
-compare within one line only.
+with code here run with it. The other families, and some of these as well, run through the
+transformers library (`--model-impl transformers`). Prints the ratios of each family and writes
+`results/<machine>/cpu_families.json`; with `--only`, other families keep their lines. Compare
+numbers within one line only.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ GPT_OSS: dict[str, Any] = {
 }
 RANK = 16
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
-"""For families in which PEFT moves other names to experts, and mixes no batches with these."""
+"""For families in which PEFT moves the other names to experts, for which it cannot mix batches."""
 NATIVE, LIBRARY = "native", "transformers"
 RATIOS = ("wall_s", "cpu_s", "step_s", "step_cpu_s", "first_token_s")
 
@@ -198,7 +198,7 @@ def make_files(family: Family, folder: Path, num_adapters: int) -> tuple[Path, l
         init_lora_weights=False,
         task_type="CAUSAL_LM",
     )
-    # No bare numbers: PEFT would take `layers.1` for a part of the adapter's name.
+    # Names are not bare numbers: PEFT would take `layers.1` for a part of the adapter's name.
     names = [f"adapter-{i}" for i in range(num_adapters)]
     for name in names:
         if name == names[0]:

@@ -31,7 +31,7 @@ from tests.worker.loading import adapter_blocks, load_adapter
 DEMO = Path(__file__).parents[2] / "demo"
 ARENA_BYTES = 64 << 20
 Question = tuple[list[int], int]
-"""Tokens of prompt and answer, and how many are the prompt's."""
+"""Token ids of prompt and answer, and the number of tokens of the prompt."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Served:
     def logprobs(
         self, questions: Sequence[Question], *, bare: bool = False
     ) -> tuple[list[float], list[float]]:
-        """Of the tokens of all prompts, their first ones excepted, and of all answers."""
+        """Logprobs of the tokens of all prompts, except the first of each, and of all answers."""
         prompts, answers = [], []
         for tokens, num_prompt in questions:
             scored = self._score(tokens, bare)

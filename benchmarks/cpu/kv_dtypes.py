@@ -1,4 +1,4 @@
-"""Decode steps with the KV cache in codes, over those with it in the base's dtype, by context.
+"""Decode steps with a quantised KV cache, relative to one in the base's dtype, by context.
 
     python -m benchmarks run cpu.kv_dtypes --work-dir DIR [--model 135m] [--contexts 128,1024]
 
@@ -29,7 +29,8 @@ def main() -> None:
     shape = SHAPES[args.model]
     base = make_base(shape, args.work_dir)
     sides = {
-        # Without a limit, or prompts wait on slow machines until the first requests have ended.
+        # There is no limit, because on slow machines prompts would wait until the first requests
+        # have ended.
         dtype: OurEngine(
             base, "bfloat16", "auto", 3_000_000_000, kv_cache_dtype=dtype, max_step_s=0.0
         )

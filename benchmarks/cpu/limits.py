@@ -32,7 +32,7 @@ def best_s(work: Callable[[], object]) -> float:
 
 
 def measure_limits(isa: str = "auto") -> dict[str, float]:
-    """Bytes read from memory and operations done, a second, with the fastest dtype of a level."""
+    """Bytes read from memory and operations per second, with the fastest dtype of a level."""
     data = torch.zeros(READ_BYTES // 4)
     read_s = best_s(data.sum)
     rows, inputs, outputs = 192, 576, 3072

@@ -30,8 +30,8 @@ ABOVE = {
     "AVX512_CORE": ("_is_avx512_bf16_supported",),
     "AVX2": ("_is_avx512_supported",),
 }
-"""By oneDNN's name of a level: the questions to torch whose answer is no at this level and at those
-below it."""
+"""For each level, by oneDNN's name: the checks of torch that are false at this level and below
+it."""
 
 
 def keep_level(level: str | None) -> None:

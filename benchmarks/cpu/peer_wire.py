@@ -20,7 +20,7 @@ class Batch:
 
     prompts: list[list[int]]
     adapters: list[int | None]
-    """For each request the place of its adapter on the peer's command line; None = the base."""
+    """For each request, the index of its adapter on the peer's command line; None = the base."""
     num_tokens: int
 
     def to_line(self) -> str:

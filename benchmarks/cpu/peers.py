@@ -6,7 +6,7 @@
 
 A case is requests x distinct adapters; 0 means the base alone. Only correct answers have a speed: a
 peer's first tokens must equal ours in three of four requests (near ties differ in bfloat16). Only
-vLLM computes in other dtypes than bfloat16. Where `cpu.table` forces a level below the machine's
+vLLM computes in dtypes other than bfloat16. Where `cpu.table` forces a level below the machine's
 best one, vLLM keeps to it, too; llama.cpp is built for the machine. Rows go to
 `results/<machine>/cpu_peers.json` (`--name`) and replace earlier ones of the same peer, case and
 number of new tokens. With `--file`, both sides serve the same GGUF file, which llama.cpp's program
@@ -162,7 +162,7 @@ def num_alike(outputs: Sequence[Sequence[int]], others: Sequence[Sequence[int]])
 
 
 def keep(row: dict[str, Any], args: Namespace) -> None:
-    """Print the row and write it alongside those that are there."""
+    """Print the row and add it to the results file."""
     print(row, flush=True)
     keys = ("peer", "case", "new_tokens")
     try:

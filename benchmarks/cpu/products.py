@@ -5,7 +5,7 @@
 One thread each, alternately; medians of processor time. Torch's side is `linear` in bfloat16, which
 is oneDNN's product of a weight that is not packed. Weights rotate over more memory than caches
 hold, as the layers of a model do in a step. Both shapes are those of real layers: the gates of the
-135M geometry, and the way back from them in the 1.5B geometry.
+135M geometry, and the projection back from them in the 1.5B geometry.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Decode steps on a quantised base, over those of the same base in bfloat16.
+"""Decode steps on a quantised base, relative to the same base in bfloat16.
 
     python -m benchmarks run cpu.quantised --work-dir DIR [--model 500m] [--repetitions 3]
         [--schemes int8,int4,fp8,Q8_0,Q4_K_M] [--name cpu_quantised]

@@ -1,4 +1,4 @@
-"""Cost of sampling on a CPU: sampled steps over greedy steps, compiled code over torch.
+"""Cost of sampling on a CPU: sampled steps relative to greedy steps, compiled code to torch.
 
     python -m benchmarks run cpu.sampling --work-dir DIR [--model 135m] [--rows 1,8,32]
 
@@ -54,7 +54,7 @@ def parse_args() -> Namespace:
 
 
 def steps(shape: Shape, rows: list[int], args: Namespace) -> dict[str, Any]:
-    """Seconds of a decode step by rows and kind, and each kind over greedy."""
+    """Seconds of a decode step by rows and kind, and each kind relative to greedy."""
     base = make_base(shape, args.work_dir)
     engine = OurEngine(
         base, "bfloat16" if half_is_fast("auto") else "float32", "auto", 1_000_000_000
@@ -76,7 +76,7 @@ def steps(shape: Shape, rows: list[int], args: Namespace) -> dict[str, Any]:
 
 
 def draws(num_rows: int, vocab_size: int, repetitions: int) -> dict[str, Any]:
-    """Compiled truncation and draw over torch's, on the same logits."""
+    """Compiled truncation and draw relative to torch's, on the same logits."""
     native = load_native()
     if native is None:
         return {}

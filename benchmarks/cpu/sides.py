@@ -36,7 +36,7 @@ class Run:
 
     wall_s: float
     cpu_s: float
-    """Processor time of all our threads: steadier than the wall on a shared machine."""
+    """Processor time of all our threads, which is steadier than wall time on a shared machine."""
     first_token_s: float
     """Mean over the requests."""
     step_s: float
@@ -47,7 +47,7 @@ class Run:
 
 @dataclass(slots=True)
 class TimedRunner:
-    """Passes everything on to the runner and times its steps."""
+    """Delegates to the runner and times its steps."""
 
     runner: Any
     steps: list[tuple[int, float, float]] = field(default_factory=list)
@@ -82,7 +82,7 @@ class OurEngine:
         model_impl: str = "auto",
         max_step_s: float = MAX_STEP_S,
     ) -> None:
-        """By default without drafts, so that a step computes one token of each request."""
+        """By default, there are no drafts, so that a step computes one token of each request."""
         config = EngineConfig(
             model_dir=str(base),
             device="cpu",
@@ -114,13 +114,13 @@ class OurEngine:
         """Token ids of the last run's requests."""
 
     def touch(self) -> None:
-        """Write every byte of the arena, as a worker has that has served for a while. Virtual
+        """Write every byte of the arena, as a worker that has served for a while has done. Virtual
         machines may need milliseconds for each megabyte that is written for the first time."""
         self._timed.arena.data.zero_()
 
     def load(self, folders: list[Path]) -> list[float]:
-        """Make adapters resident; seconds of each, from its packed image, which a worker makes
-        once, to usable."""
+        """Load adapters from their packed images, which a worker makes once; the seconds that each
+        takes."""
         seconds = []
         for adapter, folder in enumerate(folders):
             digest, num_pages = digest_of(adapter), self._timed.pack_adapter(folder).result()
@@ -185,7 +185,7 @@ class OurEngine:
 
 
 def median_or_nan(values: list[float]) -> float:
-    """NaN where a run was too short to hold what is measured."""
+    """The median; NaN if the run was too short to have a value."""
     return statistics.median(values) if values else math.nan
 
 
@@ -206,7 +206,8 @@ def alternated(
     num_tokens: int,
     repetitions: int,
 ) -> dict[str, list[Run]]:
-    """Runs of each side in turns, after one that is not counted. `prompts_of`: a repetition."""
+    """Runs of each side in turns, after one that is not counted. `prompts_of`: the prompts of a
+    repetition."""
     runs: dict[str, list[Run]] = {name: [] for name in sides}
     for repetition in range(-1, repetitions):
         prompts = prompts_of(repetition)

@@ -1,4 +1,4 @@
-"""Steps that verify drafts, over steps of one token: their cost and their gain.
+"""Steps that verify drafts, relative to steps of one token: their cost and their gain.
 
     python -m benchmarks run cpu.speculation --work-dir DIR [--model 135m] [--requests 1,4,8]
 

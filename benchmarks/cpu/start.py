@@ -4,8 +4,8 @@
 
 Starts one fresh process that only imports torch, and one that loads the base (with compiled
 kernels), then all adapters, and decodes a batch with each of them. Prints the seconds from the
-start of the process until it could take requests, and the resident memory above that of torch, over
-the bytes of base and adapters.
+start of the process until it could take requests, and the resident memory beyond that of torch,
+relative to the bytes of base and adapters.
 """
 
 from __future__ import annotations

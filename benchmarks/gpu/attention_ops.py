@@ -38,7 +38,7 @@ HEADS = HeadShape(32, 8, 128, 128**-0.5, None, None)
 TINY_HEADS = HeadShape(4, 2, 16, 0.25, None, None)
 MAX_DIFFERENCE = 2e-2
 NUM_LAYERS = 32
-"""Layers of the cache: so many that none of it stays in the L2 cache of a device."""
+"""Layers of the cache: enough that none of it stays in the L2 cache of a device."""
 
 
 @dataclass(frozen=True, slots=True)

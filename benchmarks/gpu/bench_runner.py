@@ -21,9 +21,9 @@ from loraplex_services.worker.types.step_plan import PlannedRow, StepPlan
 from tests.worker.loading import blocks_of, in_blocks
 
 GPU_RESERVE_BYTES = 7 << 30
-"""Left to activations, graphs and libraries when the arena takes the rest."""
+"""Bytes that are left to activations, graphs and libraries when the arena takes the rest."""
 HOST_CACHE_BYTES = 1 << 30
-"""Pinned host memory. A quarter of the memory, as workers have, takes seconds to pin."""
+"""Bytes of pinned host memory. To pin a quarter of the memory, as workers do, takes seconds."""
 
 
 class DoesNotFit(Exception):
@@ -78,7 +78,7 @@ class BenchRunner:
         self.clear_caches()
 
     def clear_caches(self) -> None:
-        """Blocks after those of the adapters are free again."""
+        """Free the blocks after those of the adapters."""
         self._free = iter(range(self._first_cache_block, self.runner.arena_blocks))
 
     def blocks(self, count: int) -> list[int]:
@@ -198,7 +198,7 @@ def spread(num_rows: int, num_adapters: int) -> list[int | None]:
 
 
 def free_arena_bytes(shape: Shape) -> int:
-    """What the GPU has left alongside weights in half precision."""
+    """Bytes that the GPU has left besides weights in half precision."""
     free_bytes, _ = torch.cuda.mem_get_info()
     embedding_bytes = 2 * shape.vocab_size * shape.hidden_size
     return free_bytes - 2 * shape.num_weights - embedding_bytes - GPU_RESERVE_BYTES
@@ -217,7 +217,7 @@ def runner_parser(doc: str | None) -> argparse.ArgumentParser:
 
 
 def parse(parser: argparse.ArgumentParser, **tiny: object) -> argparse.Namespace:
-    """What the command line says; with --tiny, what `tiny` says instead."""
+    """The options of the command line; with --tiny, those in `tiny` take precedence."""
     args = parser.parse_args()
     if args.tiny:
         vars(args).update(tiny, shape="tiny")

@@ -1,4 +1,5 @@
-"""What a GPU benchmark compares before it times anything: a fast wrong kernel is no result."""
+"""Checks that a GPU benchmark makes before it times anything: a fast wrong kernel is not a
+result."""
 
 from __future__ import annotations
 
@@ -14,11 +15,11 @@ from loraplex_services.worker.ops.lora.worklist import LoraBatch
 from loraplex_services.worker.types.step_plan import StepPlan
 
 MAX_DIFFERENCE = 2e-2
-"""Of two ways to compute the same in half precision, over the largest value."""
+"""Largest difference between two computations in half precision, relative to the largest value."""
 
 
 class WrongResult(Exception):
-    """What was to be timed is not what the reference computes."""
+    """The result of what was to be timed differs from that of the reference."""
 
 
 def relative_difference(found: Tensor, expected: Tensor) -> float:
@@ -29,7 +30,7 @@ def relative_difference(found: Tensor, expected: Tensor) -> float:
 
 
 def compare(found: Tensor, expected: Tensor, what: str) -> None:
-    """Raises WrongResult, which says `what` differs, where two results do by more than rounding."""
+    """Raises WrongResult, which names `what`, if two results differ by more than rounding."""
     difference = relative_difference(found, expected)
     if not difference <= MAX_DIFFERENCE:
         raise WrongResult(f"{what} differ by {difference:.1e} of the largest value")

@@ -88,7 +88,8 @@ def main() -> None:
 
 
 def check_copy(runner: TorchRunner, folder: Path, blocks: list[int]) -> None:
-    """Compare the blocks with the same adapter as it is loaded without image and pinned memory.
+    """Compare the blocks with those of the same adapter when it is loaded without image and pinned
+    memory.
 
     Raises:
         WrongResult: they differ.

@@ -86,7 +86,7 @@ def captured(run: Callable[[], object]) -> Callable[[], object]:
 
 
 def copy_bytes_per_s(device: torch.device, num_bytes: int) -> float:
-    """Bytes read and written a second by a copy on the device."""
+    """Bytes read and written per second by a copy on the device."""
     source = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     target.copy_(source)
@@ -113,7 +113,7 @@ def _triton_version() -> str | None:
 
 
 def write_results(name: str, device: torch.device, results: dict[str, Any], root: Path) -> Path:
-    """Write `<root>/<gpu name>/<name>.json`; returns its path."""
+    """Write `<root>/<name of the GPU>/<name>.json`; returns its path."""
     facts = device_facts(device)
     kind = "-".join(re.findall(r"[a-z0-9]+", facts["device"].lower()))
     path = root / kind / f"{name}.json"

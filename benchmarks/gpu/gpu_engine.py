@@ -8,9 +8,9 @@ the page cache that stands for the disk here.
 
 `overlap` holds tokens a second with steps one by one and overlapped, for the base and for 64
 resident adapters. `counts` holds, for n adapters that requests choose from evenly, tokens a second
-with all loads, over those of n = 0, and what the bytes of the steps that ran predict.
-`first_token` holds the first token of a request whose adapter is not on the device (`disk`, or
-`host` where it is in pinned memory) over that of one whose adapter is, alongside 8 that decode.
+with all loads, relative to n = 0, and the ratio that the bytes of the steps predict. `first_token`
+holds the first token of a request whose adapter is not on the device (`disk`, or `host` where it is
+in pinned memory) over that of one whose adapter is, alongside 8 that decode.
 """
 
 from __future__ import annotations
@@ -138,9 +138,9 @@ def make_resident(bench: Bench, num_adapters: int) -> None:
 
 
 def compare_tiers(bench: Bench, args: argparse.Namespace) -> Iterator[dict[str, float]]:
-    """Medians alongside 8 requests that decode: of adapters on the device, of such that have just
-    been evicted from it (their image is in pinned memory), and of such that no request has used
-    yet."""
+    """Medians alongside 8 requests that decode: of adapters on the device, of adapters that have
+    just been evicted from it (their image is in pinned memory), and of adapters that no request has
+    used yet."""
     num_resident = min(RESIDENT, args.adapters // 2)
     make_resident(bench, num_resident)
     running = [bench.request(None, 2000) for _ in range(8)]

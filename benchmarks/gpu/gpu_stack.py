@@ -51,7 +51,7 @@ NUM_DECODING = 8
 LEAD_S = 0.1
 """Readers need some time to get a job."""
 LONG_TOKENS, WARM_S = 3000, 1.0
-"""Of requests that decode as long as they are needed, and how long they take to begin."""
+"""Tokens of the requests that decode alongside others, and seconds until they have begun."""
 
 
 class Readers:
@@ -171,7 +171,8 @@ def adapter_folders(shape: Shape, root: Path, args: argparse.Namespace) -> list[
 
 
 def publish(served: Stack, folders: Sequence[Path], marker: Path) -> dict[str, float]:
-    """Publish and load all adapters; seconds of both. Those of an earlier call are published."""
+    """Publish and load all adapters; seconds of both. Adapters of an earlier call are published
+    already."""
 
     async def upload(client: RegistryClient, folder: Path, slots: asyncio.Semaphore) -> None:
         async with slots:

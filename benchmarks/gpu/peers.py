@@ -50,7 +50,7 @@ class MissingKernels(Exception):
 
 
 class Nothing:
-    """Stands for what a kernel's file imports but the kernel does not need."""
+    """Stands for an import of a kernel's file that the kernel itself does not need."""
 
     def __getattr__(self, name: str) -> Nothing:
         return self
@@ -100,7 +100,7 @@ def _as_is(function_or_key: Any) -> Any:
 
 
 def _device_name() -> str:
-    """What an engine looks its tuned block sizes up by."""
+    """The name by which an engine looks up its tuned block sizes."""
     return torch.cuda.get_device_name() if torch.cuda.is_available() else "unknown"
 
 

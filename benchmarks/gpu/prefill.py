@@ -49,7 +49,7 @@ CASES = (
 )
 """The most important cases come first, because a run may be cut short."""
 LONG_REPETITIONS = 3
-"""Of the steps of prompts that take seconds."""
+"""Repetitions of prompts that take seconds."""
 TINY_CASES = (
     Case(2, 20, 2, 8, ALL_SEVEN),
     Case(1, 130, 1, 8, ATTENTION),

@@ -1,5 +1,5 @@
-"""The results of a GPU benchmark, written after every row: a run that is cut short leaves what it
-has."""
+"""The results of a GPU benchmark, written after every row, so that a run that is cut short leaves
+some."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ class Results:
 
     @contextmanager
     def setting(self, name: str) -> Iterator[None]:
-        """Measure one setting. What it raises is printed and added to `errors`, and the settings
-        after it are measured all the same. One that does not fit is only named."""
+        """Measure one setting. An exception is printed and added to `errors`, and the next settings
+        are still measured. A setting that does not fit is only named."""
         try:
             yield
         except DoesNotFit:

@@ -173,7 +173,7 @@ def served_alone(
 def serve(
     runner: TorchRunner, root: Path, requests: Sequence[Submit], rng: random.Random | None
 ) -> tuple[dict[str, list[TokenOutput]], int]:
-    """What a new engine tells each request, and its preemptions. All requests come at once, or,
+    """The outputs of a new engine by request, and its preemptions. All requests come at once, or,
     with `rng`, at random times and with a prefix cache."""
     config = make_config(
         max_num_batched_tokens=STEP_TOKENS, max_num_seqs=RUNNING, prefix_cache=rng is not None

@@ -10,7 +10,7 @@ table is a steady state, put together from steps measured on the device, not a r
     requests/s = batch / (260 * decode step + batch * prefill of one request)
 
 with the largest batch, at most 256, whose KV cache and distinct adapters fit into the memory given.
-`unified` shares one pool. `split` keeps a quarter of the pool for adapters, used or not. `padded`
+`unified` has one shared pool. `split` reserves a quarter of the pool for adapters. `padded`
 pads every adapter of a step to the largest rank and multiplies with batched products: their time is
 measured and replaces that of our kernels. `merged` adds one adapter at a time to the weights, runs
 its requests to the end and takes it out again, as PEFT does; that is measured on weights that lie

@@ -49,7 +49,8 @@ def write_adapter(folder: Path, wanted_bytes: int, seed: int) -> int:
 def fill_store(root: Path, first: int, last: int) -> None:
     """Write the documents of adapters `first` to `last - 1`, each with a version and `latest`.
 
-    Straight into the folder of a file store, unsynced: it is the reading that is measured.
+    They go straight to the folder of a file store and are not synced, because only reading is
+    measured.
     """
     for number in range(first, last):
         version, tag = _documents(number)

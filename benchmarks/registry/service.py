@@ -24,7 +24,8 @@ from benchmarks.registry.transfers import memory, transfers
 
 
 async def _run(args: Namespace) -> None:
-    """Every part, or those asked for, printed as they end, and written once all are there."""
+    """Run every part, or those that were named; print each when it ends, and write all at the
+    end."""
     results: dict[str, Any] = {"load_average_before": round(os.getloadavg()[0], 1)}
     with tempfile.TemporaryDirectory(dir=args.work_dir) as folder:
         work = Path(folder)

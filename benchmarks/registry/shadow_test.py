@@ -83,7 +83,7 @@ def run(draw: Draw, num_trials: int, max_pairs: int) -> Trials:
 
 
 def probability(num_lost: int, num_won: int, lost: float, won: float) -> float:
-    """That of the numbers of answers lost and won, among 500 pairs."""
+    """Probability of these numbers of lost and won answers among 500 pairs."""
     num_same = MAX_PAIRS_TO_FIND - num_lost - num_won
     log = math.lgamma(MAX_PAIRS_TO_FIND + 1) + num_same * math.log(1 - lost - won)
     for number, share in ((num_lost, lost), (num_won, won)):

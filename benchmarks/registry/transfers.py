@@ -71,7 +71,7 @@ async def _one_transfer(
 
 
 def copy_and_hash(source: Path, target: Path) -> None:
-    """As one would by hand: copy durably, in one pass with the hash. Pulls are synced too."""
+    """Copy durably, in one pass with the hash. Pulls are synced too."""
     target.mkdir()
     for path in source.iterdir():
         digest = hashlib.sha256()

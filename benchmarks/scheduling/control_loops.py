@@ -103,8 +103,7 @@ _init_queue = waiting.WaitingQueue.__init__
 
 
 def _visit_and_pass(self: Any, request: Any, queue_pass: Any, now: float) -> bool:
-    """Reserved slots do not wait for the oldest request, which may be of a tenant that has no part
-    in them."""
+    """Reserved slots do not wait for the oldest request, whose tenant may have no share of them."""
     if self._admission.has_slot(request, now) or len(self._running) >= self._limits.max_running:
         return _visit(self, request, queue_pass, now)
     queue_pass.walk.skip_flow()

@@ -6,7 +6,8 @@
 arrive as a Poisson process and use their adapter for a while. Popularity follows Zipf's law, or
 Zipf's law with drifting ranks (every minute, a tenth of the adapters swap ranks), or it jumps
 (every two minutes, all ranks change). `AdapterCache`, `Arena` and `Reclaimer` are the worker's own;
-time is virtual. Prints misses per request, and seconds of copies over those of least recently used.
+time is virtual. Prints misses per request, and seconds of copies relative to those of least
+recently used.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Cost of planning a step, over the duration of the step.
+"""Cost of planning a step, relative to the duration of the step.
 
     python -m benchmarks run scheduling.plan_cost --work-dir DIR
 
@@ -65,7 +65,8 @@ class Engine:
         copies: bool = True,
         cluster_size: int = 0,
     ) -> None:
-        """`copies`: of adapters end with the step that they begin in, else never."""
+        """`copies`: whether copies of adapters end with the step that they begin in; otherwise,
+        they never end."""
         self.copies = copies
         self.first_token_s = first_token_s
         self.num_live = NUM_RUNNING + num_waiting
@@ -152,7 +153,8 @@ def measure(engine: Engine, num_steps: int, num_ending: int) -> float:
 def decode_step_s(work_dir: Path) -> float:
     """Median seconds of a step in which a full batch of the bare base decodes."""
     base = make_base(SMALL, work_dir)
-    # Without a limit, or prompts wait on slow machines until the first requests have ended.
+    # There is no limit, because on slow machines prompts would wait until the first requests have
+    # ended.
     engine = OurEngine(base, "auto", "auto", 900 << 20, NUM_RUNNING, max_step_s=0.0)
     prompts = [[number] * NUM_PROMPT for number in range(NUM_RUNNING)]
     return engine.run(prompts, num_adapters=0, num_tokens=40).step_s

@@ -50,7 +50,7 @@ RANKS = ranks_of(RANK_MIXES["S2"], NUM_ADAPTERS)
 
 
 class Cause(StrEnum):
-    """Why a slot is idle while a request waits that lacks nothing but its adapter."""
+    """Why a slot is idle while a request waits only for its adapter."""
 
     QUEUED = "queued"
     """A copy. The request was in the queue when the batch was full, so that the copy could have
@@ -82,7 +82,7 @@ class IdleTime:
         self._full_s = -math.inf
         """The last plan that left the batch full."""
         self._waits: list[tuple[float, Counter[Cause]]] = []
-        """For how long the step that is being planned has waited for copies, and whose."""
+        """How long the step that is being planned has waited for copies, and of which adapters."""
 
     def _observed_plan(self, now: float, arrive: Callable[[int], bool] | None = None) -> StepPlan:
         for cause, count in self._idle.items():

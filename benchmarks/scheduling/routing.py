@@ -33,7 +33,7 @@ STEP_S, LOAD_S, PREFILL_TOKENS_PER_S = 0.025, 0.1, 4000.0
 PROMPT_TOKENS, OUTPUT_TOKENS, BATCH = 64, 24, 16
 ARRIVALS_PER_S = 60.0
 FORGET_S = 60.0
-"""A use counts less the longer ago it was: 1/e after so long."""
+"""The weight of a use decays with its age: to 1/e after this many seconds."""
 
 
 @dataclass(slots=True)
@@ -130,10 +130,10 @@ def round_robin() -> Route:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of a run; the first quarter, which warms it up, is left out."""
+    """The results of a run, without its first quarter, which warms it up."""
 
     holder_share: float
-    """Requests that landed where their adapter was, loaded or on its way."""
+    """Share of the requests that reached a worker which had their adapter, or was loading it."""
     median_s: float
     p99_s: float
     """Time to the first token."""
@@ -150,7 +150,7 @@ def ideal(weights: list[float]) -> float:
 
 
 def fewest_misses(asked: Sequence[int], num_slots: int) -> int:
-    """Loads that any order of eviction needs: drop what is asked for last (Belady, 1966)."""
+    """Loads that any order of eviction needs: evict what is requested last (Belady, 1966)."""
     never = len(asked)
     next_use = [never] * never
     later: dict[int, int] = {}
@@ -168,7 +168,8 @@ def fewest_misses(asked: Sequence[int], num_slots: int) -> int:
 
 
 def oracle(weights: list[float], num_requests: int, seed: int) -> float:
-    """Share of holders if all slots were one worker's and the future were known."""
+    """Share of requests that find their adapter, if one worker had all slots and the future were
+    known."""
     rng = random.Random(seed)
     asked = rng.choices(range(len(weights)), weights, k=num_requests)
     warm = num_requests // 4

@@ -136,7 +136,7 @@ def engine_kind(split: Split | None) -> Callable[..., Engine]:
 
 
 def measure(split: Split | None, arena_bytes: int, mix: list[int], seed: int) -> tuple[float, int]:
-    """Requests in time by second of the trace, and copies; `split` None = one pool."""
+    """Requests in time per second of the trace, and copies; `split` None = one pool."""
     base = fleet(first_token_s=6.0)
     engine = msgspec.structs.replace(base.engine, arena_bytes=arena_bytes)
     with mock.patch.object(simulated_worker, "Engine", engine_kind(split)):
@@ -149,7 +149,7 @@ def measure(split: Split | None, arena_bytes: int, mix: list[int], seed: int) ->
 
 
 def over_splits(figures: list[float]) -> dict[str, float]:
-    """The first over the best split and over S-LoRA's two, which come last."""
+    """The first figure relative to the best split and to S-LoRA's two, which come last."""
     pool, *shares, slora, released = figures
     return {
         "over_best": pool / max(shares),

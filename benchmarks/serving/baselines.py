@@ -1,4 +1,4 @@
-"""Throughput with n adapters, over the servers that the S-LoRA paper compares with, on a CPU.
+"""Throughput with n adapters, relative to the servers of the S-LoRA paper's comparison, on a CPU.
 
     python -m benchmarks run serving.baselines --work-dir DIR [--counts 1,2,5,16]
 
@@ -43,7 +43,7 @@ from loraplex.cli.output import print_table
 
 NUM_REQUESTS = 16
 NUM_LAYERS = 4
-"""Layers that products are timed on, in place of all."""
+"""Number of layers on which products are timed, instead of all."""
 ARENA_BYTES = 1 << 30
 Prompts = list[list[int]]
 
@@ -99,7 +99,7 @@ class PeftSwapping(PeftMixed):
         return time.process_time() - begin_s
 
     def swap_in(self, folder: Path, name: str) -> None:
-        """Replace the adapter, of whatever name, that is in."""
+        """Replace the adapter that is loaded, whatever its name."""
         from peft import PeftModel
 
         if isinstance(self._model, PeftModel):

@@ -1,4 +1,4 @@
-"""What one tenant does with a valid key to take a resource from the others.
+"""Attacks by which a tenant with a valid key takes a resource from the others.
 
 `python isolation_attacks.py NAME` reads a JSON object (host, port, registry, key) from stdin, and
 attacks until its input ends. The process of a tenant gets only the time that no other wants

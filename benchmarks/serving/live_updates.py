@@ -105,7 +105,7 @@ class Tally:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a request got: tokens, logprobs, and the digest of the weights of each token."""
+    """The answer to a request: tokens, logprobs, and the digest of the weights of each token."""
 
     output: list[int]
     logprobs: list[float]
@@ -306,7 +306,7 @@ async def first_tokens(
 async def _followed_ms(
     gateway: InferenceClient, registry: RegistryClient, trainer: Trainer
 ) -> float | None:
-    """None if the request ended before the new version was published: it says nothing then."""
+    """None if the request ended before the new version was published."""
     publishing: asyncio.Task[str] | None = None
     begin_s = 0.0
     first = ""

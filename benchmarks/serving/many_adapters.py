@@ -75,7 +75,7 @@ class Counting(TorchRunner):
     steps: list[tuple[int, int]]
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
-        """Note the rows of the step, and the bytes of its distinct adapters."""
+        """Record the rows of the step, and the bytes of its distinct adapters."""
         slots = {slot for row in plan.rows for slot, _ in row.slots}
         self.steps.append((len(plan.rows), sum(self.slot_bytes[slot] for slot in slots)))
         return super().launch(plan)
@@ -174,8 +174,9 @@ class Bench:
 
 
 def make_config(base: Path, arena_bytes: int, *, drafts: bool = False) -> EngineConfig:
-    """Of an engine without prefix cache, and by default without drafts: outputs of random weights
-    soon repeat, so that drafts would be accepted more often than in real ones."""
+    """The configuration of an engine without prefix cache and, by default, without drafts. Outputs
+    of random weights soon repeat, so that drafts would be accepted more often than with real
+    weights."""
     return EngineConfig(
         model_dir=str(base),
         device="cpu",

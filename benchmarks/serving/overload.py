@@ -88,7 +88,7 @@ class Clients:
         return Outcome(began_s, time.monotonic(), first_s, reason)
 
     async def capacity(self, num_clients: int, seconds: float) -> float:
-        """Requests a second of clients that ask again as soon as they are answered."""
+        """Requests per second of clients that send another request after each answer."""
         begin_s = time.monotonic() + WARM_UP_S
         ended: list[float] = []
 
@@ -104,7 +104,7 @@ class Clients:
     async def poisson(
         self, rates: Mapping[str, float], seconds: float, timeout_s: float
     ) -> dict[str, list[Outcome]]:
-        """Outcomes by tenant of what arrived after the warm-up."""
+        """Outcomes of the requests that arrived after the warm-up, by tenant."""
         begin_s = time.monotonic()
         clients: dict[str, list[asyncio.Task[Outcome]]] = {tenant: [] for tenant in rates}
 
@@ -141,7 +141,8 @@ def judged(seen: list[Outcome], per_s: float, seconds: float, deadline_s: float)
 
 
 def first_tokens(outcomes: list[Outcome]) -> dict[str, float]:
-    """The polite tenant's, in milliseconds; and the share of its requests that got one."""
+    """First tokens of the polite tenant in milliseconds, and the share of its requests that got
+    one."""
     waits = sorted(1e3 * (each.first_s - each.began_s) for each in outcomes if each.first_s)
     p50, p95 = waits[len(waits) // 2], waits[int(0.95 * len(waits))]
     return {"p50_ms": p50, "p95_ms": p95, "served": len(waits) / len(outcomes)}

@@ -2,7 +2,7 @@
 
 An adapter of a 7B base has 80 MB, so thousands of them fill a disk. Those made here are zero except
 for some pages, which differ between adapters, and every copy of them has holes for the other pages.
-Whoever reads them handles as many bytes as those of a real adapter, but few come from the disk.
+A reader handles as many bytes as with a real adapter, but few of them come from the disk.
 """
 
 from __future__ import annotations

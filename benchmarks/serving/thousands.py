@@ -53,7 +53,7 @@ NUM_CHANGING = 20
 """Names that get new versions."""
 MAX_GROWTH = 0.05
 ROUNDING = 1e-3
-"""Difference of two logits in float32 that the order of sums can make."""
+"""Largest difference of two float32 logits that is due to the order of sums."""
 SETTINGS = {
     "LORAPLEX_DTYPE": "float32",
     "LORAPLEX_KV_MEMORY": "96MiB",
@@ -98,7 +98,7 @@ class Fleet:
     """Bytes by process, every five seconds."""
 
     def is_stale(self, answer: Answer) -> bool:
-        """Whether its version was not the one of its name, or no more."""
+        """Whether its version was not, or no longer, that of its name."""
         moves = self.moves[answer.name]
         return not any(
             move.digest == answer.digest

@@ -149,7 +149,7 @@ def _same_codes(take: Any) -> Any:
 
 
 def _leave_page_cache(adapter: DiskAdapter) -> None:
-    """Have the system read the adapter's image from the disk again."""
+    """Drop the adapter's image from the page cache, so that it is read from the disk."""
     for path in images_in(adapter.path):
         file = os.open(path, os.O_RDONLY)
         os.fsync(file)
@@ -217,7 +217,7 @@ async def fill(bench: Bench, work_dir: Path, num_adapters: int) -> dict[str, Any
 
 
 def bytes_under(folder: Path) -> dict[str, int]:
-    """Lengths of all files, and the space that they take."""
+    """Total length of all files, and the space that they take."""
     stats = [path.stat() for path in folder.rglob("*") if path.is_file()]
     return {"length": sum(s.st_size for s in stats), "space": sum(512 * s.st_blocks for s in stats)}
 

@@ -194,8 +194,8 @@ def shifted(outcome: RequestOutcome, by_s: float) -> RequestOutcome:
 
 
 def with_outside(costs: Costs, runs: Iterable[Run]) -> Costs:
-    """Times outside the engine, from the even traces: of requests that are alone in flight when
-    they arrive, and of the others."""
+    """Times outside the engine, from the even traces: of requests that are the only one in flight
+    when they arrive, and of the others."""
     kinds: dict[bool, list[RequestOutcome]] = {True: [], False: []}
     """Requests that are alone, and others."""
     for run in (run for run in runs if run.name == EVEN):
