@@ -21,7 +21,7 @@ def optimizer_step(
 ) -> float:
     """Step on the mean loss over all answer tokens; return that loss.
 
-    Examples are sorted by length and run in chunks, each padded for itself; their gradients add
+    Examples are sorted by length and run in chunks, each padded separately; their gradients add
     up to those of the whole batch.
 
     Mutates: parameters, gradients, optimiser state.

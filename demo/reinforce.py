@@ -4,8 +4,8 @@
 
 A trainer (plain PEFT on the demo base) samples groups of answers from the gateway, rewards them,
 takes one step of GRPO (arXiv 2402.03300) with the logprobs that came with the tokens, and publishes
-the adapter from memory. Nothing is restarted or paused: who asks the adapter by its name gets
-better answers from one update to the next.
+the adapter from memory. Nothing is restarted or paused: requests that name the adapter get better
+answers from one update to the next.
 
 The adapter begins undecided: a few supervised steps on several skills at once leave it with a bit
 of each. The reward says which one is wanted.

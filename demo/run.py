@@ -91,8 +91,8 @@ async def ask_all(stack: Stack, batch: Sequence[Question]) -> tuple[list[Answer]
     """Send all requests at once; returns the answers and the largest number of adapters in one
     engine step.
 
-    The adapters are loaded before: on a slow machine the first to be ready would else have
-    answered before the last one is.
+    The adapters are loaded first. On a slow machine, the first ones would otherwise have answered
+    before the last one is ready.
     """
     adapters = {question.adapter for question in batch}
     async with InferenceClient(stack.grpc) as client:

@@ -1,6 +1,6 @@
 """The typed errors of all parts, and the table of their gRPC and HTTP codes.
 
-Domain code raises these; servers translate them with `code_of`. Nothing here knows gRPC or HTTP
+Domain code raises these; servers translate them with `codes_of`. Nothing here knows gRPC or HTTP
 beyond the names and numbers in the table.
 """
 

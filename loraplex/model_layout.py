@@ -124,7 +124,7 @@ def _layer_file(folder: Path, layer: Mapping[str, Any]) -> LocalFile:
 
 
 def _blob(folder: Path, digest: object) -> Path:
-    """Path of a blob. Raises InvalidRequest for a digest that is none, DataLoss for a blob that is
+    """Path of a blob. Raises InvalidRequest for a malformed digest, DataLoss for a blob that is
     missing or behind a link."""
     match = _DIGEST.fullmatch(digest) if isinstance(digest, str) else None
     if match is None:

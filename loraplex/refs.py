@@ -236,7 +236,7 @@ def why_missing(
 
 
 class Weighted(Protocol):
-    """One side of a split tag."""
+    """One target of a split tag."""
 
     @property
     def weight(self) -> int: ...
@@ -246,10 +246,10 @@ W = TypeVar("W", bound=Weighted)
 
 
 def split_choice(targets: Sequence[W], key: str) -> W:
-    """The side of a split that `key` falls into, in proportion to the weights.
+    """The target of a split that `key` falls into, in proportion to the weights.
 
-    The same key always gets the same side, and shifting weight between neighbours moves only the
-    keys in the shifted share. An empty key means the first side.
+    The same key always gets the same target, and shifting weight between neighbours moves only the
+    keys in the shifted share. An empty key means the first target.
     """
     if not targets:
         raise ValueError("split_choice needs at least one target")

@@ -1,4 +1,4 @@
-"""Write the table of docs/reference/settings.md anew from services/common/settings/env.py.
+"""Rewrite the table of docs/reference/settings.md from services/common/settings/env.py.
 
 python scripts/write_settings.py
 """
@@ -54,7 +54,7 @@ def _row(name: str, setting: Setting[object]) -> str:
 
 
 def main() -> None:
-    """Replace what stands between the two marks of the page."""
+    """Replace the text between the two marks of the page."""
     before, _, rest = PAGE.read_text().partition(BEGIN)
     after = rest.partition(END)[2]
     PAGE.write_text(f"{before}{BEGIN}{table()}\n{END}{after}")

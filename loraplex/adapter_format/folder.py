@@ -96,7 +96,7 @@ def file_names(path: Path, tensor_file: str = TENSOR_FILE) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class LeftOut:
-    """The entries of a folder that are no part of its adapter."""
+    """The entries of a folder that are not part of its adapter."""
 
     names: tuple[str, ...]
     """Training state, pictures and logs, which need no action."""
@@ -105,7 +105,7 @@ class LeftOut:
 
 
 def left_out(path: Path) -> LeftOut:
-    """The entries of a folder that are no part of the adapter. Raises as `file_names` does."""
+    """The entries of a folder that are not part of the adapter. Raises as `file_names` does."""
     return _look(path, TENSOR_FILE)[1]
 
 

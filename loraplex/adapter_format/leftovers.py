@@ -1,7 +1,7 @@
 """Files that trainers and hubs write next to an adapter and that are not uploaded.
 
-Only names are looked at; nothing of these is opened. What may hold weights or is not known to be
-harmless is in neither table, and `files.name_problem` refuses it.
+Only names are looked at; none of these files is opened. A name that may be that of weights, or that
+is not known to be harmless, is in neither table, and `files.name_problem` refuses it.
 """
 
 from __future__ import annotations
@@ -76,12 +76,12 @@ HARMLESS = frozenset(f"{reason}{_LEFT_OUT}" for _, reason in (*_FILES, *_FOLDERS
 
 
 def file_left_out(name: str) -> str | None:
-    """Why a file of this name is not uploaded; None if its name is no reason."""
+    """Why a file of this name is not uploaded; None if its name does not exclude it."""
     return _match(_FILES, name)
 
 
 def folder_left_out(name: str) -> str | None:
-    """Why a folder of this name is not uploaded; None if its name is no reason."""
+    """Why a folder of this name is not uploaded; None if its name does not exclude it."""
     return _match(_FOLDERS, name)
 
 

@@ -61,8 +61,8 @@ class RopeScaling:
     """The method's own numbers, sorted by name."""
 
     def context_tokens(self, base_tokens: int) -> int:
-        """Prompt and output together, for a base whose own context is `base_tokens`; never less
-        than that."""
+        """Prompt and output together, on a base whose own context is `base_tokens`, which is the
+        least."""
         if self.max_position_embeddings is not None:
             return self.max_position_embeddings
         numbers = dict(self.params)
@@ -74,7 +74,7 @@ class RopeScaling:
         return min(max(base_tokens, int(factor * original)), MAX_CONTEXT)
 
     def to_fields(self) -> dict[str, object]:
-        """The JSON object that `read` gives back; one for each meaning."""
+        """The JSON object that `read` parses; equal meanings give equal objects."""
         fields: dict[str, object] = {"rope_type": self.kind}
         if self.theta is not None:
             fields["rope_theta"] = _plain(self.theta)

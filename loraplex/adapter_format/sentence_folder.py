@@ -32,7 +32,7 @@ def check_pooling(folder: Path, config_bytes: bytes, findings: Findings) -> None
     """Refuse an adapter whose pipeline gives other vectors than `Embed` would.
 
     Args:
-        config_bytes: adapter_config.json; what is no config is left to others to refuse.
+        config_bytes: adapter_config.json; anything else is left to others to refuse.
     """
     pooling_path, modules_path = folder / POOLING_FILE, folder / MODULES_FILE
     if not pooling_path.is_file():

@@ -31,12 +31,12 @@ def complete_config(
     """adapter_config.json with these fields added; the same bytes if there are none.
 
     Args:
-        config_bytes: as uploaded; what is no config is left for `parse_config` to refuse.
+        config_bytes: as uploaded; anything else is left for `parse_config` to refuse.
         generation_config: content of generation_config.json, of which only the EOS ids count.
         rope_label: value of the label `rope_scaling`.
 
     Raises:
-        InvalidAdapter: the file or the label is wrong, or says something else than the config.
+        InvalidAdapter: the file or the label is wrong, or contradicts the config.
     """
     fields_given: dict[str, object] = {}
     if generation_config is not None:

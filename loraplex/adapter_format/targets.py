@@ -51,8 +51,8 @@ def check_targets(
         linear = [name for name, module in base.items() if module.kind == LINEAR]
         parts = dict(map(parameter_part, linear)) if config.target_parameters else {}
         if not any(is_expert(name) for name, module in adapted.items() if module.expert is None):
-            # Trained with transformers 5, where experts are no linears and no name selects them,
-            # be it also that of a linear of a shared expert or of a dense layer.
+            # Trained with transformers 5, where experts are not linears. No name selects them, not
+            # even one that also names a linear of a shared expert or of a dense layer.
             linear = [name for name in linear if not is_expert(name)]
         selected = [name for name in linear if selector.selects(name, base[name])]
         selected += [part for part, name in parts.items() if targets_parameter(config, name)]

@@ -33,9 +33,9 @@ class TokenLogprob:
     token_id: int
     logprob: float
     top: tuple[Candidate, ...] = ()
-    """The most likely ones, best first, or those that the request lists, in its order."""
+    """The most likely tokens, best first, or those that the request lists, in its order."""
     rank: int = 0
-    """Of a token of the prompt: how many tokens are at least as likely, itself included. 0 = not
+    """For a token of the prompt: how many tokens are at least as likely, itself included. 0 = not
     known."""
 
 
@@ -43,8 +43,8 @@ class TokenLogprob:
 class PackedLogprobs:
     """Logprobs of a prompt on their way from the worker's engine to the API that answers.
 
-    They may be hundreds of thousands. Arrays of numbers cross two processes without an event loop
-    that makes an object of each.
+    There may be hundreds of thousands of them. As arrays of numbers, they cross two processes
+    without becoming single objects on an event loop.
     """
 
     num_top: int = 0

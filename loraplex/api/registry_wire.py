@@ -61,12 +61,12 @@ def sharing(name: str, message: pb.SetSharingResponse) -> Sharing:
 
 
 def visibility_number(name: str) -> pb.Visibility:
-    """The wire form of "private", "shared" or "public"; "" keeps what is."""
+    """The wire form of "private", "shared" or "public"; "" keeps the present one."""
     return _VISIBILITY_NUMBER[name]
 
 
 def tag(message: pb.Tag) -> Tag:
-    """A tag with its sides."""
+    """A tag with its targets."""
     pending = targets(message.pending)
     return from_message(message, Tag, targets=targets(message.targets), pending=pending)
 

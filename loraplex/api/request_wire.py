@@ -74,7 +74,7 @@ def prompt_from_proto(
     """A prompt in any form; `generates`: whether a chat prompt ends with the start of an answer.
 
     Raises:
-        InvalidRequest: there is none; it names `field`.
+        InvalidRequest: there is no prompt. The error names `field`.
     """
     match message.WhichOneof("prompt"):
         case "text":
@@ -211,7 +211,7 @@ _UPDATE_POLICY_OF = {number: policy for policy, number in _UPDATE_POLICIES.items
 
 
 def _update_policy(number: inference_pb2.UpdatePolicy) -> UpdatePolicy:
-    """Only of a field that is set, so unspecified does not occur."""
+    """The policy of a field that is set, which is never unspecified."""
     if number not in _UPDATE_POLICY_OF:
         why = "is a policy that this version does not know"
         raise Unsupported.field("on_update", number, why)

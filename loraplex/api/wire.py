@@ -135,7 +135,7 @@ def from_message(message: Message, kind: Callable[..., T], /, **others: object) 
 def _shared_names(
     descriptor: Descriptor, kind: Any
 ) -> tuple[tuple[str, Callable[[Any], object] | None], ...]:
-    """Each name with what copies its values; None = they need no copy."""
+    """Each shared name, and the function that copies its value; None = it needs no copy."""
     known = descriptor.fields_by_name
     return tuple((name, _copier(known[name])) for name in field_names(kind) if name in known)
 

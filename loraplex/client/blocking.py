@@ -42,7 +42,7 @@ class _LoopThread:
 
     @classmethod
     def forget(cls) -> None:
-        """Begin anew in a child process, which has no copy of the thread."""
+        """Start over in a child process, which has no copy of the thread."""
         cls._shared, cls._lock = None, threading.Lock()
 
     def leave(self) -> None:

@@ -56,7 +56,7 @@ def variant_name(index: int) -> str:
 async def publish_variants(registry: RegistryClient, path: Path, count: int) -> list[str]:
     """Publish `count` variants of the adapters under `path` in turn, as trace-00000 and on.
 
-    Returns their names. What is there already with the same content stays as it is.
+    Returns their names. An adapter that already has the same content stays as it is.
     """
     sources = source_folders(path)
     gate = asyncio.Semaphore(UPLOADS_AT_ONCE)

@@ -1,4 +1,4 @@
-"""Reads logs of real requests as traces, in the way of S-LoRA section 7.3 for Chatbot Arena.
+"""Reads logs of real requests as traces, as section 7.3 of the S-LoRA paper does for Chatbot Arena.
 
 A log is a CSV file with a header and the columns `timestamp`, `model`, `input_length` and
 `output_length`, in any order and next to others. Rows may be in any order as well.

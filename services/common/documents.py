@@ -89,7 +89,7 @@ def decode(cls: type[R], data: bytes | str) -> R:
     """The inverse of `encode`. Unknown fields are left out, so newer writers can add some.
 
     Raises:
-        ValueError: the text is no such document.
+        ValueError: the text is not such a document.
     """
     as_key: Any = cls
     record: R = _decoder(as_key).decode(data)

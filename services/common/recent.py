@@ -26,7 +26,7 @@ class Recent(Generic[K, V]):
         return key in self._entries
 
     def get(self, key: K) -> V | None:
-        """The value, which counts as used now; None if there is none."""
+        """The value, which counts as used now; None if the key has none."""
         entry = self._entries.get(key)
         if entry is None:
             return None

@@ -260,7 +260,7 @@ def with_names(error: LoraplexError, names: Mapping[str, str]) -> LoraplexError:
 
 
 def name_adapters(error: InvalidRequest, labels: Mapping[str, str]) -> None:
-    """Put the labels of adapters in the place of their digests, by which workers know them.
+    """Replace the digests of adapters, by which workers know them, with their labels.
     Mutates: error."""
 
     def named(text: str) -> str:

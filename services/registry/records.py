@@ -226,7 +226,7 @@ class AuditRecord:
 
 
 def build(cls: type[R], fields: Any) -> R:
-    """A record from parsed JSON. Raises ValueError if it is none."""
+    """A record from parsed JSON. Raises ValueError if it is not one."""
     return msgspec.convert(fields, cls)
 
 

@@ -83,7 +83,7 @@ class CallCost:
     """The price of one call, which is higher if it reads more documents than are included."""
 
     def __init__(self, rates: CallRates, caller: Caller, num_calls: int) -> None:
-        """`num_calls`: as how many calls it has been counted."""
+        """`num_calls`: the number of calls that it has been counted as."""
         self._rates, self._caller, self._num_calls = rates, caller, num_calls
         self._num_read = 0
 

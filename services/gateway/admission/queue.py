@@ -213,7 +213,8 @@ class AdmissionQueue:
         return None if least is None else firsts[least]
 
     def _others_wait(self) -> bool:
-        """True if a request waits that is none of the background, and not for its own tenant."""
+        """True if a request that is not of the background priority waits, and its tenant may start
+        it."""
         firsts = map(self._first_of, self._waiting.values())
         return any(not first.is_background and self._tenant_fits(first) for first in firsts)
 

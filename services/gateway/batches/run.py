@@ -102,7 +102,7 @@ class BatchRun:
                 pass  # the registry is away; what was valid stays so for now
 
     def _renewed(self, record: BatchRecord) -> BatchRecord:
-        """The batch job with the newest counts. In the end they are counted anew."""
+        """The batch job with the newest counts. At the end they are counted again."""
         if record.status not in (IN_PROGRESS, CANCELLING):
             return record
         return replace(record, counts=self._sender.counts)

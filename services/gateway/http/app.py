@@ -1,4 +1,4 @@
-"""The HTTP app: its routes, and the way of a completion from request body to response."""
+"""The HTTP app: its routes, and the path of a completion from request body to response."""
 
 from __future__ import annotations
 

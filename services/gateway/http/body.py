@@ -80,8 +80,8 @@ def parse_object(raw: bytes | bytearray) -> dict[str, Any]:
     """The JSON object of a body.
 
     Raises:
-        InvalidRequest: it is none, or (naming the field) holds half a surrogate pair, which JSON's
-            escapes can say but no text that is passed on can.
+        InvalidRequest: it is not one, or a field has half a surrogate pair, which JSON can escape
+            but valid Unicode cannot contain. The error then names the field.
     """
     try:
         text = raw.decode("utf-8-sig")

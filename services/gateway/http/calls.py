@@ -33,7 +33,7 @@ from loraplex_services.gateway.tools.tool_use import ToolUse
 COMPLETION_FIELDS = {"scale": "lora_scale"}
 NO_ROUTING = RoutingAsked()
 CHAT_FIELDS = {"scale": "lora_scale", "prompt": "messages", "logprobs": "top_logprobs"}
-"""Names that callers use for our fields."""
+"""The names that callers use for our fields."""
 _SPLIT_KEY = "x-loraplex-split-key"
 
 
@@ -249,7 +249,7 @@ def _first_call(
 
 
 def _answer_grammar(body: Body, prompt: Prompt, *, must_call: bool) -> tuple[Grammar | None, str]:
-    """The response format of answers that are no calls, and the field that constrains output."""
+    """The response format of answers that are not calls, and the field that constrains output."""
     grammar, name = read_grammar(body)
     offers_tools = isinstance(prompt, ChatPrompt) and bool(prompt.tools)
     if not offers_tools:

@@ -92,8 +92,9 @@ class Guard:
 class _Intake:
     """The body of a request as it comes in.
 
-    What is answered before its body was read (too large, no key) has the rest dropped before the
-    connection closes: clients that send everything before they read would else see a broken pipe.
+    If a request is answered before its body was read (too large, no key), the rest is dropped
+    before the connection closes. Clients that send everything before they read would otherwise see
+    a broken pipe.
     """
 
     def __init__(self, receive: Receive) -> None:

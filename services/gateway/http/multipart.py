@@ -46,7 +46,7 @@ async def read_form(request: Request, write: Write) -> Form:
     """The form of a request, whose part `file` goes to `write`.
 
     Raises:
-        InvalidRequest: it is no such form, is too large or has too many parts.
+        InvalidRequest: it is not such a form, is too large or has too many parts.
         DeadlineExceeded: the body takes too long to arrive.
     """
     media_type, options = parse_options_header(request.headers.get("content-type", ""))

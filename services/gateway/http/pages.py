@@ -30,7 +30,7 @@ def check_parameters(query: Mapping[str, str], known: Collection[str]) -> None:
 
 
 def is_newest_first(query: Mapping[str, str]) -> bool:
-    """Whether a list is asked for in this order, the default. Raises: InvalidRequest."""
+    """Whether the newest entries come first, which is the default. Raises: InvalidRequest."""
     if (value := query.get("order", "desc")) not in ("desc", "asc"):
         raise InvalidRequest.field("order", value, "must be desc or asc")
     return value == "desc"

@@ -33,7 +33,7 @@ class ChatAnswers:
         """
         Args:
             of_choice: the request that a choice belongs to.
-            answer_format: constrains answers that are no calls, which then contain no thought.
+            answer_format: constrains answers that are not calls, which then contain no thought.
         """
         self._of_choice = of_choice
         self._tool_use = tool_use

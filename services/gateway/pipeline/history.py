@@ -3,7 +3,7 @@ summary of the last minute.
 
 Each range has steps of its own, so that a chart has at most 144 points and nothing is merged when
 it is drawn. All of them together take less than a megabyte, besides the names of the models of the
-last minute. A restart begins anew.
+last minute. A restart begins with nothing.
 """
 
 from __future__ import annotations

@@ -38,7 +38,8 @@ def choose_pooling(call: GenerateCall, adapters: Sequence[RunningAdapter]) -> Po
 def scored_ids(
     prompt_ids: tuple[int, ...], adapters: Sequence[RunningAdapter], base: ServedModel
 ) -> tuple[int, ...]:
-    """The prompt up to its last token that is no padding, which is the one transformers scores.
+    """The prompt up to its last token that is not padding, which is the one that transformers
+    scores.
 
     A prompt of nothing but padding is scored at its first token, as there.
     """

@@ -62,7 +62,7 @@ def call_grammar(
     """The grammar of an answer; None if anything is allowed.
 
     Args:
-        answer: JSON Schema of answers that are no calls; None = free text.
+        answer: JSON Schema of answers that are not calls; None = free text.
         is_thinking: the prompt ended inside a thought.
         budget: of the thought; None = no limit. Needs an `answer` of None.
 
@@ -118,7 +118,8 @@ class _Writer:
         shown = self._tokens(*_TEXT_TOKENS, *self._outer_marks())
         before = f"(TEXT ({shown}))* " if shown else ""
         if self._format in _WHOLE_ANSWER:
-            # Text that begins like a call is none, not even a thought: the longest lexeme wins.
+            # What begins like a call does not count as text, nor as a thought: the longest lexeme
+            # wins.
             self._add(rf"OTHER: /\s*([^\s{_WHOLE_ANSWER[self._format]}](.|\n)*)?/")
             before = before.replace("TEXT", "OTHER")
             return f"start: {before}(OTHER | SPACE calls SPACE)\ncalls: {self._whole_answer()}\n"

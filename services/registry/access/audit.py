@@ -97,7 +97,7 @@ class Audit:
             before: key of the last entry of the previous page.
 
         Raises:
-            InvalidRequest: `before` is no such key.
+            InvalidRequest: `before` is not such a key.
         """
         if before and not _KEY.fullmatch(before):
             description = "is not a page token of this list; start again without one"

@@ -111,8 +111,8 @@ async def _follow(
 async def _expanded(
     catalog: Catalog, entries: list[StoredEvent], is_wanted: IsWanted
 ) -> AsyncIterator[tuple[list[dict[str, Any]], int]]:
-    """Events, and the number up to which nothing is missing then. In the place of the last change
-    of an adapter, if it is wanted, there is an event of each of its versions, as they are now."""
+    """Events, and the number up to which nothing is missing then. The last change of an adapter, if
+    it is wanted, is replaced by an event for each of its versions, as they are now."""
     last = {_scope(event): number for number, event, _ in entries if event["kind"] == "adapter"}
     events: list[dict[str, Any]] = []
     for number, event, _ in entries:

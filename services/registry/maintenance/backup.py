@@ -58,7 +58,7 @@ async def copy_registry(source: ObjectStore, target: ObjectStore) -> CopyResult:
     """Copy documents and blobs.
 
     Raises:
-        InvalidRequest: the source is no registry's store, or an unfinished copy of one.
+        InvalidRequest: the source is not a registry's store, or is an unfinished copy of one.
         AlreadyExists: the target holds something that this command did not write.
     """
     if await source.head(layout.LAYOUT_KEY) is None:

@@ -172,7 +172,7 @@ def _base_name(config_bytes: bytes) -> str:
     """`base_model_name_or_path` of a config, which may be wrong in all other fields: to read its
     expressions can take seconds.
 
-    Raises: InvalidAdapter if it is no JSON object.
+    Raises: InvalidAdapter if it is not a JSON object.
     """
     name = read_object(config_bytes, CONFIG_FILE, MAX_CONFIG_BYTES).get("base_model_name_or_path")
     return name if isinstance(name, str) else ""

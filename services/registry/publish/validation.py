@@ -1,7 +1,7 @@
 """Validates adapters: quick ones in a thread, others in shared processes.
 
 Versions of one training run have the same config and header, so a result is kept under these for a
-while. Whoever is refused is validated anew.
+while. An adapter that was refused is validated again.
 """
 
 from __future__ import annotations
@@ -100,7 +100,8 @@ class Validations:
 
 
 def _is_quick(config_bytes: bytes) -> bool:
-    """Whether a config takes no longer than its header. Raises: InvalidAdapter if it is no JSON."""
+    """Whether a config takes no longer than its header. Raises: InvalidAdapter if it is not
+    JSON."""
     if len(config_bytes) > _SMALL_CONFIG_BYTES:
         return False
     return not has_expressions(read_object(config_bytes, CONFIG_FILE, _SMALL_CONFIG_BYTES))

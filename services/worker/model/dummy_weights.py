@@ -1,4 +1,4 @@
-"""Random weights in the place of those of a base, for benchmarks and tests."""
+"""Random weights instead of those of a base, for benchmarks and tests."""
 
 from __future__ import annotations
 

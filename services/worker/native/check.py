@@ -22,7 +22,8 @@ if TYPE_CHECKING:  # it imports this module
 TOLERANCE = 1e-4
 FEW_ROWS = 5
 REPEATS = 3
-"""With so many times the rows, `linear` takes several blocks that share weights, at every level."""
+"""With this many times the rows, `linear` takes several blocks that share weights, at every
+level."""
 
 
 def computes_right(native: Native) -> bool:

@@ -120,7 +120,7 @@ class CapturedSteps:
         self.inputs.clear()
         batch = self.inputs.batch(size, sites, self._table)
         # Warm up on the stream that captures: memory is cached by stream, and so are the
-        # libraries' workspaces, which would else be captured again for every graph.
+        # libraries' workspaces, which would otherwise be captured again for every graph.
         with memory.on_stream():
             for _ in range(WARM_UP_RUNS):
                 forward_static(self._model, batch)

@@ -76,7 +76,7 @@ class TileLayout:
         num_bytes = blocks.num_bytes
         num_blocks, rest = divmod(num_bytes, self._block_bytes)
         num_pages = num_blocks * self._pages_per_block + -(-rest // self._page_bytes)
-        # What lies in whole blocks stays; only the rest is packed anew.
+        # What lies in whole blocks stays; only the rest is packed again.
         first = bisect_right(ends, num_blocks * self._block_bytes)
         while num_pages % self._pages_per_block:
             begin = ends[first - 1] if first else 0

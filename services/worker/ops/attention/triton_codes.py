@@ -49,7 +49,7 @@ def _load_scales(scales_at, is_key, CODE: tl.constexpr):
 def store_codes(x, codes_at, scales_at, is_head, mask):
     """Store float32 `x [heads, dims]`, zero where masked, as codes, and the scale of each head.
 
-    What is not finite leaves a scale that is none.
+    A head with a value that is not finite gets a scale that is NaN or infinite.
     """
     CODE: tl.constexpr = codes_at.dtype.element_ty
     largest = tl.div_rn(tl.max(tl.abs(x), axis=1), 448.0 if CODE == tl.uint8 else 127.0)

@@ -80,7 +80,7 @@ class Rectangle:
         return self.col_end - self.col_begin
 
     def element(self, row: int, column: int) -> int:
-        """An element, counted from the block's start; negative if there is none such."""
+        """An element, counted from the block's start; negative if there is no such element."""
         first = self.offset_bytes // self.itemsize
         return first + (row - self.row_begin) * self.width + column - self.col_begin
 
