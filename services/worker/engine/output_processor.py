@@ -148,7 +148,7 @@ class OutputProcessor:
             request.first_token_s = now
             started_s = request.first_scheduled_s or now
             num_tokens = request.num_tokens - request.num_cached
-            self._scheduler.times.prefilled(num_tokens, now - started_s)
+            self._scheduler.times.prefills.add(num_tokens, now - started_s)
         position = len(request.output_ids)
         token_ids, logprobs, reason = self._take(request, sampled)
         if not (is_first or reason or logprobs) and request.routed_from is None:

@@ -10,14 +10,12 @@ Source: S-LoRA section 4.3 (early abort), with deadlines of the requests' own an
 from __future__ import annotations
 
 import heapq
-from bisect import bisect_left, insort
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from loraplex_services.worker.scheduling.samples import Samples, SizedSamples
 from loraplex_services.worker.types.request import Request
 
-NUM_SAMPLES = 256
 MIN_SWEPT = 256
 """Alarms of ended requests are removed when there are more alarms than this, and more than twice as
 many as live requests."""
@@ -25,48 +23,16 @@ CONTENDED_QUANTILE = 0.99
 """With other requests around, a request must be nearly sure to be in time; alone, it may try."""
 
 
-class Samples:
-    """The most recent durations, in seconds."""
-
-    def __init__(self, num_samples: int = NUM_SAMPLES) -> None:
-        self._num_samples = num_samples
-        self._in_order: deque[float] = deque()
-        self._sorted: list[float] = []
-
-    def add(self, seconds: float) -> None:
-        """Add a measurement and drop the oldest."""
-        self._in_order.append(seconds)
-        insort(self._sorted, seconds)
-        if len(self._in_order) > self._num_samples:
-            del self._sorted[bisect_left(self._sorted, self._in_order.popleft())]
-
-    def quantile(self, share: float) -> float:
-        """A quantile from 0 = the fastest to 1 = the slowest; 0 seconds before anything was
-        measured."""
-        if not self._sorted:
-            return 0.0
-        return self._sorted[min(len(self._sorted) - 1, int(share * len(self._sorted)))]
-
-
 @dataclass(slots=True)
 class ServiceTimes:
     """Recent durations of the phases before a first token."""
 
-    prefills: dict[int, Samples] = field(default_factory=dict)
-    """Times from first step to first token, by bit length of the number of tokens."""
+    prefills: SizedSamples = field(default_factory=SizedSamples)
+    """Times from first step to first token, by number of tokens."""
     copies: Samples = field(default_factory=Samples)
     """Times until copies of adapters to the device are ready for steps."""
     fetches: Samples = field(default_factory=Samples)
     """Times of fetches of adapters from the object store to disk."""
-
-    def prefilled(self, num_tokens: int, seconds: float) -> None:
-        """A request had its first token `seconds` after its first step."""
-        self.prefills.setdefault(num_tokens.bit_length(), Samples()).add(seconds)
-
-    def prefill_s(self, num_tokens: int, share: float) -> float:
-        """Quantile for prompts of about this size, or of the nearest smaller size measured."""
-        sizes = [size for size in self.prefills if size <= num_tokens.bit_length()]
-        return self.prefills[max(sizes)].quantile(share) if sizes else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +49,7 @@ class Outlook:
 
 def needed_s(outlook: Outlook, times: ServiceTimes, share: float) -> float:
     """Seconds to the first token from now, at a quantile of what was measured."""
-    seconds = times.prefill_s(outlook.num_tokens, share)
+    seconds = times.prefills.quantile(outlook.num_tokens, share)
     seconds += outlook.num_copies * times.copies.quantile(share)
     if outlook.fetched_for_s is not None:
         # Waiting takes nothing from others, so the fastest fetch counts whatever the share.

@@ -323,7 +323,7 @@ def test_deadlines_end_requests(stage: Stage) -> None:
 
 def test_a_first_token_that_is_due_too_soon_is_never_worked_for(stage: Stage) -> None:
     for seconds in (0.5, 1.0):  # what first tokens take here, as measured
-        stage.engine.scheduler.times.prefilled(9, seconds)
+        stage.engine.scheduler.times.prefills.add(9, seconds)
     stage.run(
         submit("soon", remaining_first_token_s=0.2),
         submit("begun", remaining_first_token_s=2.0, max_tokens=100),

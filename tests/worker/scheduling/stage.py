@@ -198,7 +198,7 @@ class Stage:
             prefill_s = request.first_token_s - request.first_scheduled_s
             if self.is_measuring:
                 num_tokens = request.num_tokens - request.num_cached
-                self.scheduler.times.prefilled(num_tokens, prefill_s)
+                self.scheduler.times.prefills.add(num_tokens, prefill_s)
 
     def check(self, plan: StepPlan) -> None:
         assert plan.num_tokens <= self.limits.max_step_tokens

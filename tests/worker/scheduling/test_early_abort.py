@@ -9,10 +9,8 @@ from hypothesis import strategies as st
 
 from loraplex_services.worker.scheduling.early_abort import (
     MIN_SWEPT,
-    NUM_SAMPLES,
     Alarms,
     Outlook,
-    Samples,
     ServiceTimes,
     latest_start_s,
 )
@@ -22,26 +20,9 @@ from tests.worker.scheduling.stage import STEP_S, Stage, make_request
 INFEASIBLE = "DEADLINE_INFEASIBLE"
 
 
-@given(st.lists(st.floats(0, 100), min_size=1, max_size=3 * NUM_SAMPLES), st.floats(0, 1))
-def test_quantiles_are_those_of_the_latest_samples(values: list[float], share: float) -> None:
-    samples = Samples()
-    for value in values:
-        samples.add(value)
-    latest = sorted(values[-NUM_SAMPLES:])
-    assert samples.quantile(share) == latest[min(len(latest) - 1, int(share * len(latest)))]
-
-
-def test_unmeasured_sizes_count_like_the_nearest_smaller_one() -> None:
-    times = ServiceTimes()
-    assert times.prefill_s(100, 0.99) == 0.0
-    times.prefilled(10, 1.0)
-    times.prefilled(1000, 5.0)
-    assert [times.prefill_s(n, 0.99) for n in (1, 12, 100, 5000)] == [0.0, 1.0, 1.0, 5.0]
-
-
 def test_fetch_and_copy_come_on_top_of_the_prefill() -> None:
     times = ServiceTimes()
-    times.prefilled(10, 1.0)
+    times.prefills.add(10, 1.0)
     times.copies.add(0.5)
     for seconds in (6.0, 4.0):  # of which the faster may be hoped for: it costs nobody a step
         times.fetches.add(seconds)
@@ -54,7 +35,7 @@ def test_fetch_and_copy_come_on_top_of_the_prefill() -> None:
 def test_alone_a_request_may_hope_for_the_fastest_time_measured() -> None:
     times = ServiceTimes()
     for seconds in (1.0, 3.0):
-        times.prefilled(10, seconds)
+        times.prefills.add(10, seconds)
     assert latest_start_s(9.0, Outlook(10), times, is_contended=True) == 6.0
     assert latest_start_s(9.0, Outlook(10), times, is_contended=False) == 8.0
 
