@@ -11,8 +11,8 @@ that were measured here instead of from a profile.
 
 from __future__ import annotations
 
-from loraplex_services.worker.scheduling.early_abort import Samples
 from loraplex_services.worker.scheduling.running import RunningBatch, running_order
+from loraplex_services.worker.scheduling.samples import Samples, SizedSamples
 from loraplex_services.worker.types.step_plan import StepPlan
 
 MIN_PROMPT_TOKENS = 64
@@ -31,10 +31,13 @@ class TokenBudget:
         limit."""
         self._max_tokens = max_tokens
         self._max_step_s = max_step_s
-        self._decodes = Samples(NUM_RECENT)
-        """Steps without prompts."""
+        self._decodes = SizedSamples(NUM_RECENT)
+        """Steps without prompts, by number of rows."""
         self._tokens = Samples(NUM_RECENT)
         """The time that one prompt token adds to a step."""
+        self.max_prompt_tokens = max_tokens
+        """Most prompt tokens of the step that was shared out last, unless it has a single prompt
+        and nothing else."""
         self.is_cutting = False
         """Whether a running prompt continues in the step after the one that was shared out last."""
 
@@ -42,23 +45,15 @@ class TokenBudget:
         """Note that the step of `plan` took `elapsed_s`."""
         num_prompt = plan.num_prompt_tokens
         if not plan.num_contexts:
-            self._decodes.add(elapsed_s)
+            self._decodes.add(len(plan.rows), elapsed_s)
         elif num_prompt >= MIN_PROMPT_TOKENS:
-            self._tokens.add(max(0.0, elapsed_s - self._decodes.quantile(0.5)) / num_prompt)
-
-    def max_prompt_tokens(self) -> int:
-        """Most prompt tokens of a step, unless it has a single prompt and nothing else."""
-        token_s = self._tokens.quantile(0.5)
-        if not self._max_step_s or not token_s:
-            return self._max_tokens
-        decode_s = self._decodes.quantile(0.5)
-        spare_s = max(self._max_step_s, MAX_STRETCH * decode_s) - decode_s
-        return max(MIN_PROMPT_TOKENS, int(min(spare_s / token_s, self._max_tokens)))
+            decode_s = self._decode_s(len(plan.generations))
+            self._tokens.add(max(0.0, elapsed_s - decode_s) / num_prompt)
 
     def max_tokens_without_decoding(self, running: RunningBatch) -> int:
         """Most tokens of a step that computes only prompts while the `running` requests wait for
         it."""
-        return self.max_prompt_tokens() if running.decoding else self._max_tokens
+        return self.max_prompt_tokens if running.decoding else self._max_tokens
 
     def share(self, running: RunningBatch, has_waiting: bool) -> tuple[dict[str, int], int]:
         """Tokens of each running request that does not decode, and what the step has left for
@@ -68,10 +63,11 @@ class TokenBudget:
         need not wait until a long one is through.
         """
         num_decoding = sum(not member.request.is_held for member in running.decoding)
+        self.max_prompt_tokens = self._prompt_tokens_beside(num_decoding)
         left = self._max_tokens - num_decoding
         prompts = [member.request for member in running.prompts.values()]
         if num_decoding or len(prompts) + (bool(prompts) and has_waiting) > 1:
-            left = min(left, self.max_prompt_tokens())
+            left = min(left, self.max_prompt_tokens)
         kept = left // 2 if has_waiting else 0
         shares = {}
         self.is_cutting = False
@@ -87,4 +83,17 @@ class TokenBudget:
         """The rest of `budget` in a step once requests with `num_started` tokens start."""
         if not num_started:
             return budget
-        return max(0, min(budget, self.max_prompt_tokens()) - num_started)
+        return max(0, min(budget, self.max_prompt_tokens) - num_started)
+
+    def _decode_s(self, num_rows: int) -> float:
+        """The usual time of a step of this many rows that decode; 0 = not measured yet."""
+        return self._decodes.quantile(num_rows, 0.5) if num_rows else 0.0
+
+    def _prompt_tokens_beside(self, num_decoding: int) -> int:
+        """Most prompt tokens of a step in which this many rows decode."""
+        token_s = self._tokens.quantile(0.5)
+        if not self._max_step_s or not token_s:
+            return self._max_tokens
+        decode_s = self._decode_s(num_decoding)
+        spare_s = max(self._max_step_s, MAX_STRETCH * decode_s) - decode_s
+        return max(MIN_PROMPT_TOKENS, int(min(spare_s / token_s, self._max_tokens)))

@@ -282,7 +282,7 @@ class Scheduler:
         nothing changes in between."""
         self.is_full, self.awaiting_copies = False, []
         walk = self.waiting.walk(self._cluster(now))
-        queue_pass = QueuePass(walk, budget, self.budget.max_prompt_tokens())
+        queue_pass = QueuePass(walk, budget, self.budget.max_prompt_tokens)
         while (request := next(queue_pass.walk, None)) is not None:
             if not self._visit(request, queue_pass, now):
                 break
