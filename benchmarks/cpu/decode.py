@@ -35,8 +35,8 @@ from benchmarks.cpu_model import (
     rank_of,
 )
 from benchmarks.machine import read_results, write_results
-from loraplex_services.worker.config import MAX_STEP_S
 from loraplex_services.worker.native.isa import choose_isa, half_is_fast
+from loraplex_services.worker.scheduling.limits import MAX_STEP_S
 
 NUM_THREADS = torch.get_num_threads()
 CASES = "8x0,32x0,8x1,32x1,32x8,8x8,32x32"

@@ -16,9 +16,9 @@ import torch
 from benchmarks.measuring import median_ratio
 from loraplex.api.request import AdapterSet, WorkerRequest
 from loraplex.api.sampling import SamplingParams
-from loraplex_services.worker.config import MAX_STEP_S
 from loraplex_services.worker.engine.engine import Engine
 from loraplex_services.worker.runner.building import build_runner
+from loraplex_services.worker.scheduling.limits import MAX_STEP_S
 from loraplex_services.worker.types.messages import (
     AdapterFetched,
     EngineConfig,

@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 
 from benchmarks.cpu_model import engine_options
 from benchmarks.machine import cpu_facts, machine_kind, write_results
-from loraplex_services.worker.config import MAX_STEP_S
 from loraplex_services.worker.native.isa import half_is_fast, host_isas
+from loraplex_services.worker.scheduling.limits import MAX_STEP_S
 
 PEER_LIMITS = {
     "avx512_bf16": {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"},

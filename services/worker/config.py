@@ -15,15 +15,12 @@ from loraplex_services.common.security.addresses import is_local
 from loraplex_services.common.security.service_token import read_service_token
 from loraplex_services.common.security.tls import TlsFiles, tls_files
 from loraplex_services.common.settings import env, switches
+from loraplex_services.worker.scheduling.limits import MAX_STEP_S
 from loraplex_services.worker.types.messages import EngineConfig
 from loraplex_services.worker.types.nodes import ONE_NODE, Nodes
 
 MAX_RESIDENT = 4096
 """Slots of the device tables: adapters loaded at once, if they fit into memory."""
-MAX_STEP_S = 0.2
-"""Target time of a step in which requests decode; prompts are cut to meet it. With 0.1 s, gaps
-between the tokens of streams shrink by a sixth and throughput falls by an eighth
-(benchmarks/serving/long_prompts.py)."""
 
 
 @dataclass(frozen=True, slots=True)
