@@ -85,8 +85,8 @@ COUNTS = {
     "MAX_HTTP_UNREAD_S": "seconds in which a client must read 64 KiB of an answer that waits for "
     "it; otherwise its connection is closed",
     "MAX_COLLECTED_BYTES": "of tokens, logprobs, experts and vectors that one gateway holds for "
-    "answers that are not streamed; beyond it, requests of tenants that hold more than an equal "
-    "share are refused",
+    "answers that are not streamed, and of large answers that their clients have not read; beyond "
+    "it, requests of tenants that hold more than an equal share are refused",
     "MAX_COLLECTED_BYTES_PER_TENANT": "of these for one tenant; without keys, of the experts or "
     "vectors in one answer",
     "MAX_STORED_RESPONSE_BYTES": "of the responses that one gateway keeps for "

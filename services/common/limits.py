@@ -251,8 +251,8 @@ microseconds: in chunks of one byte, each MiB of a body would stop the event loo
 MAX_BODY_S = 60
 """Longest time in seconds for an HTTP body to arrive."""
 MAX_COLLECTED_BYTES = 512 * MIB
-"""Most tokens, logprobs, experts and vectors that one gateway holds for answers that are not
-streamed. A number of a vector counts as 60 bytes, so that a tenant may have 4.4 million."""
+"""Most tokens, logprobs, experts and vectors (60 bytes for each number) that one gateway holds for
+answers that are not streamed, and most bytes of large answers that their clients have not read."""
 MAX_COLLECTED_BYTES_PER_TENANT = 256 * MIB
 """The experts or vectors in one answer of a caller without a tenant's key have at most as many
 bytes, too."""

@@ -50,6 +50,7 @@ class Answering:
         self._folders = folders
         self._generation = generation
         self._large = large
+        self.collected = generation.collected
 
     async def answer(
         self,
@@ -76,7 +77,7 @@ class Answering:
         if call.stream:
             chunks = _with_outcome_counted(_chunks(text_deltas, formatter))
             return EventStream(chunks, info.headers(), stream_format, renamed, formatter.failure)
-        with self._generation.collected.counted(request.state.caller) as note:
+        with self.collected.counted(request.state.caller) as note:
             choices = await _collected(request, text_deltas, renamed, note)
             return await self._complete(request, choices, info, formatter)
 

@@ -168,7 +168,8 @@ class OpenAIEndpoints:
             ClientDisconnect: _on_disconnect,
             Exception: _on_crash,
         }
-        return Guard(Starlette(routes=routes, exception_handlers=handlers), hosts)
+        app = Starlette(routes=routes, exception_handlers=handlers)
+        return Guard(app, hosts, self.answering.collected)
 
     async def completions(self, request: Request) -> Any:
         """POST /v1/completions."""

@@ -7,6 +7,8 @@ import math
 from collections import defaultdict
 from typing import Any, TypedDict
 
+from starlette.types import Message
+
 from loraplex.errors import AdapterNotFound, LoraplexError, NotFound, codes_of
 
 MESSAGES_PATH = "/v1/messages"
@@ -76,3 +78,13 @@ def error_headers(error: LoraplexError) -> dict[str, str]:
     if error.retry_after_s is None:
         return {}
     return {"retry-after": str(max(1, math.ceil(error.retry_after_s)))}
+
+
+def refusal(error: LoraplexError, path: str) -> tuple[Message, bytes]:
+    """The start of an answer that refuses a request, and its body."""
+    body = error_body(error, path)
+    fields = {"content-type": "application/json", "content-length": str(len(body))}
+    fields |= error_headers(error)
+    headers = [(name.encode(), value.encode()) for name, value in fields.items()]
+    start = {"type": "http.response.start", "status": codes_of(error).http, "headers": headers}
+    return start, body

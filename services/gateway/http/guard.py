@@ -12,12 +12,14 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from loraplex.errors import InvalidRequest, LoraplexError, PermissionDenied, codes_of
+from loraplex.errors import InvalidRequest, LoraplexError, PermissionDenied
 from loraplex_services.common.limits import MAX_BODY_S
 from loraplex_services.common.security.addresses import is_loopback
 from loraplex_services.common.security.wrong_keys import current_peer, peer_of_host
-from loraplex_services.gateway.http.errors import error_body
+from loraplex_services.gateway.http.errors import refusal
 from loraplex_services.gateway.http.json_body import LargeBodies
+from loraplex_services.gateway.http.unread import AnswerParts
+from loraplex_services.gateway.pipeline.collected_bytes import CollectedBytes
 
 _MAX_DISCARDED_BYTES = 64 << 20
 _DISCARD_IDLE_S = 1.0
@@ -42,9 +44,10 @@ class HostRule:
 class Guard:
     """ASGI middleware around the app."""
 
-    def __init__(self, app: ASGIApp, hosts: HostRule | None) -> None:
-        """`hosts` is None if callers authenticate."""
+    def __init__(self, app: ASGIApp, hosts: HostRule | None, collected: CollectedBytes) -> None:
+        """`hosts` is None if callers authenticate. `collected` counts large answers."""
         self._app = app
+        self._collected = collected
         self._hosts = hosts
         self._large_bodies = LargeBodies()
 
@@ -86,7 +89,7 @@ class Guard:
             error = InvalidRequest("send content-length or transfer-encoding, and not both")
             await _refuse(send_with_id, error, scope["path"])
             return
-        await self._app(scope, intake, send_with_id)
+        await self._app(scope, intake, AnswerParts(scope, send_with_id, self._collected))
 
 
 class _Intake:
@@ -130,13 +133,8 @@ def _host_of(header: str) -> str:
 
 
 async def _refuse(send: Send, error: LoraplexError, path: str) -> None:
-    body = error_body(error, path)
-    headers = [
-        (b"content-type", b"application/json"),
-        (b"content-length", str(len(body)).encode()),
-        (b"connection", b"close"),
-    ]
-    start = {"type": "http.response.start", "status": codes_of(error).http, "headers": headers}
+    start, body = refusal(error, path)
+    start["headers"].append((b"connection", b"close"))
     await send(start)
     await send({"type": "http.response.body", "body": body})
 

@@ -1,4 +1,4 @@
-"""Limits the memory of answers that are collected before they are sent.
+"""Limits the memory of answers that are collected before they are sent, until clients read them.
 
 A token with twenty logprobs takes thousands of bytes once it is formatted, and its experts take
 hundreds. A head may have thousands of labels. Requests with many choices and long answers, or many
@@ -31,7 +31,8 @@ much."""
 
 
 class CollectedBytes:
-    """Bytes that the unfinished answers of one gateway hold, by tenant. No empty entries."""
+    """Bytes that the unfinished and unread answers of one gateway hold, by tenant. No empty
+    entries."""
 
     def __init__(self) -> None:
         self._by_tenant: Counter[str] = Counter()
@@ -45,24 +46,44 @@ class CollectedBytes:
         if caller.key_id in SERVICE_KEY_IDS:
             yield _counting_one()
             return
-        tenant, mine = caller.tenant, 0
+        mine = 0
 
         def note(text_delta: TextDelta) -> None:
             nonlocal mine
             num_bytes = bytes_of(text_delta)
             mine += num_bytes
-            self._by_tenant[tenant] += num_bytes
-            held, total = self._by_tenant[tenant], self._by_tenant.total()
-            is_over = total > MAX_COLLECTED_BYTES and held > total / len(self._by_tenant)
-            if is_over or held > MAX_COLLECTED_BYTES_PER_TENANT:
-                raise _too_large()
+            self._add(caller.tenant, num_bytes)
 
         try:
             yield note
         finally:
-            self._by_tenant[tenant] -= mine
-            if not self._by_tenant[tenant]:
-                del self._by_tenant[tenant]
+            self._give_back(caller.tenant, mine)
+
+    @contextmanager
+    def unread(self, caller: Caller, num_bytes: int) -> Iterator[None]:
+        """Count a formatted answer until its client has read it. Those of callers without a
+        tenant's key are not counted. Raises: ResourceExhausted.
+        """
+        if caller.key_id in SERVICE_KEY_IDS:
+            yield
+            return
+        try:
+            self._add(caller.tenant, num_bytes)
+            yield
+        finally:
+            self._give_back(caller.tenant, num_bytes)
+
+    def _add(self, tenant: str, num_bytes: int) -> None:
+        self._by_tenant[tenant] += num_bytes
+        held, total = self._by_tenant[tenant], self._by_tenant.total()
+        is_over = total > MAX_COLLECTED_BYTES and held > total / len(self._by_tenant)
+        if is_over or held > MAX_COLLECTED_BYTES_PER_TENANT:
+            raise _too_large()
+
+    def _give_back(self, tenant: str, num_bytes: int) -> None:
+        self._by_tenant[tenant] -= num_bytes
+        if not self._by_tenant[tenant]:
+            del self._by_tenant[tenant]
 
 
 def _counting_one() -> Note:
@@ -81,8 +102,8 @@ def _counting_one() -> Note:
 
 def _too_large() -> ResourceExhausted:
     return ResourceExhausted(
-        "the answers under way are too large to be sent as a whole; stream them (experts over "
-        "gRPC), or ask for fewer choices, logprobs, experts or inputs at a time",
+        "the answers under way are too large to be sent as a whole; read or stream them (experts "
+        "over gRPC), or ask for fewer choices, logprobs, experts or inputs at a time",
         reason="ANSWERS_TOO_LARGE",
         retry_after_s=1.0,
     )
