@@ -1,7 +1,8 @@
 """Changes or masks logits before a token is chosen, for all rows of a step together.
 
-Everything here is a function of the request alone: penalties look at the output tokens, never at
-the prompt, so a request that was preempted or moved continues as if nothing had happened.
+Everything here is a function of the request alone, so a request that was preempted or moved
+continues as if nothing had happened. As in vLLM, the repetition penalty looks at prompt and output,
+and the others look at the output.
 
 The host lists where logits change, as flat indices row * V + token. The lists go to the device in
 the sampler's one copy, and each kind of edit is then a few operators whatever the number of rows.
@@ -55,7 +56,7 @@ class LogitEdits:
             bias = [(i, value) for i, value in params.logit_bias if i < self.num_tokens]
             self.bias_indices += [begin + token_id for token_id, _ in bias]
             self.bias_values += [value for _, value in bias]
-        if token.position and params.has_penalties:
+        if _is_penalised(token):
             self.penalised.append((row, token))
         if params.allowed_token_ids:
             self.restricted.append(row)
@@ -171,7 +172,7 @@ class LogitEdits:
             upload.add("in_flight_outputs", in_flight[rows])
 
     def _seen(self, upload: Upload) -> tuple[Tensor, Tensor]:
-        """Flat indices of the output tokens of penalised rows, int64, and how often each was
+        """Flat indices of the tokens that penalised rows have seen, int64, and how often each was
         chosen, float32. A token that only the device knows may occur twice, with one count."""
         indices, counts = upload["seen_indices"], upload["seen_counts"]
         if "in_flight_rows" not in upload:
@@ -215,10 +216,16 @@ def changes_logits(token: NextToken) -> bool:
     return _may_edit(token.request) and bool(
         token.request.constraint is not None
         or params.logit_bias
-        or (token.position and params.has_penalties)
+        or _is_penalised(token)
         or token.position < params.min_tokens
         or _has_masks(params, token.position)
     )
+
+
+def _is_penalised(token: NextToken) -> bool:
+    """Whether penalties may change the logits. The first token follows the prompt alone."""
+    params = token.params
+    return params.has_penalties if token.position else params.repetition_penalty != 1.0
 
 
 def _has_masks(params: SamplingParams, position: int) -> bool:
@@ -245,15 +252,16 @@ def _constrain(logits: Tensor, rows: Tensor, bitmasks: Tensor) -> None:
 def _penalise(
     flat: Tensor, indices: Tensor, counts: Tensor, penalties: Tensor, num_tokens: int
 ) -> None:
-    """Repetition scales a seen token's logit towards less likely; the others subtract.
+    """Repetition scales a seen token's logit towards less likely; the others subtract from those of
+    chosen tokens.
 
     Args:
         flat: `[N * V]`. Mutated.
         indices: int64 `[n]`. An index that occurs twice has the same count both times.
-        counts: float32 `[n]`: how often the token was chosen.
+        counts: float32 `[n]`: how often the token was chosen; 0 = it is in the prompt only.
         penalties: float32 `[N, 3]`: repetition, frequency, presence.
     """
     repetition, frequency, presence = penalties.index_select(0, indices // num_tokens).unbind(1)
     seen = flat.index_select(0, indices)
     seen = torch.where(seen > 0, seen / repetition, seen * repetition)
-    flat.index_copy_(0, indices, seen - frequency * counts - presence)
+    flat.index_copy_(0, indices, seen - frequency * counts - presence * (counts > 0))

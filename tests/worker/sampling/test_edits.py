@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 import torch
-from transformers import NoBadWordsLogitsProcessor
+from transformers import NoBadWordsLogitsProcessor, RepetitionPenaltyLogitsProcessor
 
 from loraplex.api.sampling import SamplingParams
 from loraplex_services.worker.sampling.edits import edits_of
@@ -76,9 +76,10 @@ def expected_row(row: list[float], request: Request) -> list[float]:
         row = [value if i in allowed else -INF for i, value in enumerate(row)]
     for token, value in p.logit_bias:
         row[token] += value
+    repeat = RepetitionPenaltyLogitsProcessor(p.repetition_penalty)
+    ids = torch.tensor([[*request.prompt_ids, *seen]])
+    row = repeat(ids, torch.tensor([row], dtype=torch.float64))[0].tolist()
     for token in set(seen):
-        scale = p.repetition_penalty
-        row[token] = row[token] / scale if row[token] > 0 else row[token] * scale
         row[token] -= p.frequency_penalty * seen.count(token) + p.presence_penalty
     if p.allowed_token_ids:
         row = [v if i in p.allowed_token_ids else -INF for i, v in enumerate(row)]
@@ -149,13 +150,15 @@ def test_tokens_beyond_the_vocabulary_change_no_other_row():
     assert logits.equal(before)
 
 
-def test_counts_follow_an_output_and_start_anew_when_it_is_shorter():
-    counts = OutputCounts()
+@pytest.mark.parametrize("prompt", [[], [7, 199, 7, 3]])
+def test_counts_follow_an_output_and_start_anew_when_it_is_shorter(prompt):
+    counts = OutputCounts(prompt)
     output = [random.Random(3).randrange(200) for _ in range(300)]
     for num_tokens in (0, 1, 2, 150, 151, 300, 7, 8):
         ids, times = counts.count(output, num_tokens)
         found = dict(zip(ids.tolist(), times.tolist(), strict=True))
-        assert found == {i: output[:num_tokens].count(i) for i in output[:num_tokens]}
+        seen = prompt + output[:num_tokens]
+        assert found == {i: output[:num_tokens].count(i) for i in seen}
 
 
 def test_an_upload_keeps_dtypes_shapes_and_bits():

@@ -193,7 +193,7 @@ def test_bias_is_added_before_penalties():
 
 def test_repetition_penalty_moves_seen_tokens_down_whatever_their_sign():
     request = make_request([0, 2, 2], repetition_penalty=2.0)
-    assert edited([4.0, 4.0, -4.0], request) == [2.0, 4.0, -8.0]
+    assert edited([4.0, 0.0, -4.0, 4.0], request) == [2.0, 0.0, -8.0, 4.0]
 
 
 def test_frequency_counts_and_presence_does_not():
@@ -222,9 +222,10 @@ def test_a_step_is_not_changed_by_tokens_that_come_meanwhile():
     assert logits[0].tolist() == [0.0, -1.0, -1.0, 0.0]
 
 
-def test_penalties_ignore_the_prompt():
-    request = Request("r", [0, 1], SamplingParams(max_tokens=9, seed=0, presence_penalty=1.0))
-    assert edited([1.0, 1.0], request) == [1.0, 1.0]
+def test_only_the_repetition_penalty_looks_at_the_prompt():
+    params = {"repetition_penalty": 2.0, "presence_penalty": 1.0, "frequency_penalty": 1.0}
+    request = Request("r", [0, 1], SamplingParams(max_tokens=9, seed=0, **params))
+    assert edited([1.0, -1.0, 1.0], request) == [0.5, -2.0, 1.0]
 
 
 def test_allowed_and_bad_tokens_mask_the_rest():
