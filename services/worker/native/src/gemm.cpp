@@ -34,6 +34,8 @@ constexpr int64_t kFewRows = kLanes == 16 ? 24 : kMaxRows;
 // Outputs and rows of one task: enough to outweigh claiming it, few enough for all threads to have one.
 constexpr int64_t kTaskPanels = 4;
 constexpr int64_t kTaskRows = 16 * kMaxRows;
+// Most rows that are not divided: the fewer tasks share a panel, the less often it is widened.
+constexpr int64_t kWholeRows = 192;
 // Panels of one task where all rows are in one: each is still in the first-level cache for the next rows.
 constexpr int64_t kFewPanels = 2;
 constexpr int64_t kWidenedRows = 64;  // of one task
@@ -272,7 +274,7 @@ void multiply_panels(const Product& g, const W* packed, int64_t row, int64_t las
 // Tasks that the panels of a product are divided into. Of one with a task for all rows, narrow weights have
 // so few panels that each thread needs the same number of tasks; one or two rows need four panels at a time.
 int64_t panel_tasks(int64_t num_rows, int64_t num_panels) {
-    if (num_rows <= 2 || num_rows > kTaskRows) return ceil_div(num_panels, kTaskPanels);
+    if (num_rows <= 2 || num_rows > kWholeRows) return ceil_div(num_panels, kTaskPanels);
     return ceil_div(ceil_div(num_panels, kFewPanels), num_threads()) * num_threads();
 }
 
@@ -282,9 +284,9 @@ void multiply(const Product& g, const W* packed) {
     const int64_t num_panels = ceil_div(g.num_outputs, kPanel);
     const int64_t num_panel_tasks = panel_tasks(g.num_rows, num_panels);
     // Of one task for all rows, a panel that is left alone costs less than threads with unequal shares.
-    const int64_t unit = g.num_rows > kTaskRows ? kBlockPanels : 1;
+    const int64_t unit = g.num_rows > kWholeRows ? kBlockPanels : 1;
     const int64_t num_units = ceil_div(num_panels, unit);
-    const int64_t num_row_tasks = ceil_div(g.num_rows, kTaskRows);
+    const int64_t num_row_tasks = g.num_rows > kWholeRows ? ceil_div(g.num_rows, kTaskRows) : 1;
     const int64_t task_rows = ceil_div(ceil_div(g.num_rows, num_row_tasks), kMaxRows) * kMaxRows;
     parallel_shares(num_panel_tasks * num_row_tasks, [&](int64_t task) {
         const int64_t share = task % num_panel_tasks;
