@@ -174,7 +174,7 @@ class Gateway:
             self._concurrency.run(),
             self._usage_reports.run(),
             self._generation.usage.history.run(
-                lambda: (self._controller.num_running, self._controller.num_waiting)
+                lambda: (self._controller.queue.num_running, self._controller.queue.num_waiting)
             ),
             Stager(self._resolver, self._fleet, self._registry).run(),
             self._rate_limit_store.run(),

@@ -93,7 +93,7 @@ class SimulatedGateway:
     def step_ended(self) -> None:
         """Note that some worker has events. All workers report together, no more often than one
         would."""
-        if self._controller is not None and self._controller.num_waiting and self._is_due():
+        if self._controller is not None and self._controller.queue.num_waiting and self._is_due():
             self._controller.workers_changed()
 
     def _ready(self) -> ReadyWorkers:

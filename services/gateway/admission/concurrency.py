@@ -58,7 +58,7 @@ class TenantConcurrency:
     async def _ask(self, tenant: str) -> None:
         """Renew the lease of one tenant, or forget a tenant without requests or limit."""
         limit, wanted = self._limits[tenant], self._wanted[tenant]
-        running = self._controller.num_running_of(tenant)
+        running = self._controller.queue.num_running_of(tenant)
         if not limit:
             self._controller.set_limit(tenant, None)
             if not wanted:
@@ -67,7 +67,7 @@ class TenantConcurrency:
         # Ask for more than is needed now: the next request need not wait for an answer.
         asked = min(limit, 2 * wanted + 4) if wanted else 0
         leased = await self._rate_limit_store.hold(tenant, limit, asked, running)
-        if wanted or self._wanted[tenant] or self._controller.num_running_of(tenant):
+        if wanted or self._wanted[tenant] or self._controller.queue.num_running_of(tenant):
             self._controller.set_limit(tenant, leased)
         else:
             self._controller.set_limit(tenant, None)

@@ -77,7 +77,8 @@ class AdmissionController:
             ready: returns the workers that take requests; None = the window is unlimited.
             shares_batch: no tenant fills more than its `BatchShare`.
         """
-        self._queue = AdmissionQueue(limits)
+        self.queue = AdmissionQueue(limits)
+        """Others only read it."""
         self._ready = ready
         self._share = BatchShare() if shares_batch else None
         self._dispatch_window = DispatchWindow()
@@ -88,25 +89,15 @@ class AdmissionController:
         """Numbers of waiting requests that are no longer in the queue."""
 
     @property
-    def num_running(self) -> int:
-        """Sequences past admission."""
-        return self._queue.num_running
-
-    @property
-    def num_waiting(self) -> int:
-        """Requests waiting for admission."""
-        return self._queue.num_waiting
-
-    @property
     def expected_wait_s(self) -> float:
         """Expected seconds until a new request would be admitted."""
-        return self._queue.expected_wait_s() if self._queue.num_waiting else 0.0
+        return self.queue.expected_wait_s() if self.queue.num_waiting else 0.0
 
     @property
     def background_limit(self) -> int:
         """Sequences of background requests that may run now."""
         self._look_at_workers()
-        return self._queue.background_limit
+        return self.queue.background_limit
 
     def run_s(self, min_tokens: int, max_tokens: int) -> float:
         """Estimated seconds to generate `min_tokens` to `max_tokens`; 0 = unknown."""
@@ -127,31 +118,23 @@ class AdmissionController:
                 self._run_times.observe_length(permit.num_tokens)
         finally:
             self._learn(permit)
-            self._queue.release(request, permit.held_s())
+            self.queue.release(request, permit.held_s())
             self._start_ready()
 
     def served(self, request: AdmissionRequest, num_tokens: int) -> None:
         """A running request generated tokens; its first ones may let another request start."""
-        self._queue.charge(request, num_tokens)
-        if self._queue.first_token(request) and self._queue.num_waiting:
+        self.queue.charge(request, num_tokens)
+        if self.queue.first_token(request) and self.queue.num_waiting:
             if self._ready is not None:
                 self._dispatch_window.started(request.in_flight_tokens, now_s(), self._ready())
             self._start_ready()
 
-    def num_running_of(self, tenant: str) -> int:
-        """Sequences of one tenant past admission."""
-        return self._queue.num_running_of(tenant)
-
-    def counts_by_tenant(self) -> dict[str, tuple[int, int]]:
-        """Running sequences and waiting requests of each tenant that has any."""
-        return self._queue.counts_by_tenant()
-
     def set_limit(self, tenant: str, max_running: int | None) -> None:
         """Limit the sequences of a tenant that run here at once; None = no limit."""
         if max_running is None:
-            self._queue.tenant_limits.pop(tenant, None)
+            self.queue.tenant_limits.pop(tenant, None)
         else:
-            self._queue.tenant_limits[tenant] = max_running
+            self.queue.tenant_limits[tenant] = max_running
         self._start_ready()
 
     async def follow(self, next_change: Callable[[], Awaitable[None]]) -> None:
@@ -172,22 +155,22 @@ class AdmissionController:
         if self._share is not None:
             self._share.seen(request.tenant, now_s())
         self._look_at_workers()
-        if not self._queue.num_waiting:
+        if not self.queue.num_waiting:
             self._dispatch_window.begin(now_s())
-        decision = self._queue.offer(request, now_s())
+        decision = self.queue.offer(request, now_s())
         self._refuse_dropped()
         if decision is Decision.WAIT:
             await self._wait(request)
 
     def _refuse_dropped(self) -> None:
         """Refuse the waiting requests that the queue dropped."""
-        wait_s = self._queue.expected_wait_s()
-        for request in self._queue.dropped:
+        wait_s = self.queue.expected_wait_s()
+        for request in self.queue.dropped:
             self._removed.add(request.number)
             waiter = self._waiters[request.number]
             if not waiter.done():
                 waiter.set_exception(queue_full(wait_s))
-        self._queue.dropped.clear()
+        self.queue.dropped.clear()
 
     async def _wait(self, request: AdmissionRequest) -> None:
         waiter = self._waiters[request.number] = asyncio.get_running_loop().create_future()
@@ -207,31 +190,31 @@ class AdmissionController:
         if request.number in self._removed:
             self._removed.discard(request.number)
         elif waiter.done() and not waiter.cancelled():
-            self._queue.release(request, 0.0)
+            self.queue.release(request, 0.0)
             self._start_ready()
         else:
-            self._queue.withdraw(request)
+            self.queue.withdraw(request)
 
     def _start_ready(self) -> None:
-        if not self._queue.num_waiting:
+        if not self.queue.num_waiting:
             return
         self._look_at_workers()
-        while started := self._queue.take_ready():
+        while started := self.queue.take_ready():
             for request in started:
                 waiter = self._waiters[request.number]
                 if waiter.done():
                     # Its client left in this same moment, and the task has not run since.
                     self._removed.add(request.number)
-                    self._queue.release(request, 0.0)
+                    self.queue.release(request, 0.0)
                 else:
                     waiter.set_result(None)
 
     def _look_at_workers(self) -> None:
         """Set the queue's limits from the free capacity of the workers."""
         if self._ready is None:
-            self._queue.window = Window()
+            self.queue.window = Window()
             return
         ready = self._ready()
-        self._queue.window = self._dispatch_window.window(ready)
+        self.queue.window = self._dispatch_window.window(ready)
         if self._share is not None:
-            self._queue.tenant_share = self._share.of_tenant(ready.batch_capacity, now_s())
+            self.queue.tenant_share = self._share.of_tenant(ready.batch_capacity, now_s())

@@ -53,7 +53,7 @@ class ScalingSignals(Collector):
         return ready, queued, wait, *self._requests()
 
     def _requests(self) -> Iterable[GaugeMetricFamily]:
-        running, waiting = self._controller.num_running, self._controller.num_waiting
+        running, waiting = self._controller.queue.num_running, self._controller.queue.num_waiting
         yield GaugeMetricFamily(f"{_PREFIX}running_requests", "Requests past admission.", running)
         yield GaugeMetricFamily(
             f"{_PREFIX}waiting_requests", "Requests waiting for admission.", waiting

@@ -88,8 +88,8 @@ class ConsoleEndpoints:
                 "workers": [state.worker_state(view, labels, requests, sees_all) for view in views],
                 "num_resident": state.num_resident(views),
                 "num_adapters": self.resolver.snapshot.num_adapters,
-                "running": self.controller.num_running,
-                "waiting": self.controller.num_waiting,
+                "running": self.controller.queue.num_running,
+                "waiting": self.controller.queue.num_waiting,
                 "recent": state.recent_state(recent, sees_all),
             }
         return JSONResponse(shown, headers=_NO_STORE)

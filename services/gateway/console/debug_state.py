@@ -61,11 +61,11 @@ class GatewayState:
 
     def _admission(self) -> dict[str, Any]:
         controller = self.controller
-        counts = controller.counts_by_tenant()
+        counts = controller.queue.counts_by_tenant()
         busiest = heapq.nlargest(MAX_LISTED, counts, key=lambda tenant: sum(counts[tenant]))
         return {
-            "num_running": controller.num_running,
-            "num_waiting": controller.num_waiting,
+            "num_running": controller.queue.num_running,
+            "num_waiting": controller.queue.num_waiting,
             "expected_wait_s": round(controller.expected_wait_s, 3),
             "background_limit": controller.background_limit,
             "num_tenants": len(counts),

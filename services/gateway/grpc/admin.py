@@ -63,8 +63,8 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
             workers=[worker_state(view, labels, sees_all) for view in views],
             registry_connected=self.registry.is_watching,
             num_adapters=self.resolver.snapshot.num_adapters,
-            running_requests=self.controller.num_running,
-            queued_requests=self.controller.num_waiting,
+            running_requests=self.controller.queue.num_running,
+            queued_requests=self.controller.queue.num_waiting,
             recent=recent_load_to_proto(self.loads.last_minute()) if sees_all else None,
         )
 

@@ -45,7 +45,7 @@ async def _running_of(controller: AdmissionController, tenants: list[str]) -> di
 
         asking = [asyncio.create_task(ask(tenant)) for tenant in tenants]
         await asyncio.sleep(1)
-        running = {tenant: controller.num_running_of(tenant) for tenant in set(tenants)}
+        running = {tenant: controller.queue.num_running_of(tenant) for tenant in set(tenants)}
         for task in asking:
             task.cancel()
         await asyncio.gather(*asking, return_exceptions=True)

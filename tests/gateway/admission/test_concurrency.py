@@ -48,7 +48,7 @@ class Counter:
 
 
 def _running(*counters: Counter) -> int:
-    return sum(counter.controller.num_running_of("t") for counter in counters)
+    return sum(counter.controller.queue.num_running_of("t") for counter in counters)
 
 
 async def _most_running(counters: list[Counter], seconds: float) -> int:

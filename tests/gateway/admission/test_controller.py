@@ -30,11 +30,11 @@ async def test_permits_pass_on_in_order() -> None:
     requests = [AdmissionRequest("t") for _ in range(4)]
     tasks = [asyncio.create_task(_hold(controller, request, release, log)) for request in requests]
     await asyncio.sleep(0)
-    assert (controller.num_running, controller.num_waiting) == (1, 3)
+    assert (controller.queue.num_running, controller.queue.num_waiting) == (1, 3)
     release.set()
     await asyncio.gather(*tasks)
     assert log == [request.number for request in requests]
-    assert (controller.num_running, controller.num_waiting) == (0, 0)
+    assert (controller.queue.num_running, controller.queue.num_waiting) == (0, 0)
 
 
 async def test_client_that_leaves_the_queue_blocks_nobody() -> None:
@@ -50,7 +50,7 @@ async def test_client_that_leaves_the_queue_blocks_nobody() -> None:
     release.set()
     await asyncio.gather(first, third)
     assert len(log) == 2
-    assert controller.num_running == 0
+    assert controller.queue.num_running == 0
 
 
 async def test_client_that_leaves_at_the_moment_of_its_admission_frees_its_permit() -> None:
@@ -63,7 +63,7 @@ async def test_client_that_leaves_at_the_moment_of_its_admission_frees_its_permi
     await first
     second.cancel()
     await asyncio.gather(second, return_exceptions=True)
-    assert (controller.num_running, controller.num_waiting) == (0, 0)
+    assert (controller.queue.num_running, controller.queue.num_waiting) == (0, 0)
 
 
 async def test_full_queue_refuses_with_a_hint() -> None:
@@ -87,7 +87,7 @@ async def test_deadline_passes_in_the_queue() -> None:
     with pytest.raises(DeadlineExceeded):
         async with controller.admit(AdmissionRequest("t", deadline_s=time.monotonic() + 0.02)):
             pass
-    assert controller.num_waiting == 0
+    assert controller.queue.num_waiting == 0
     release.set()
     await running
 
@@ -107,7 +107,7 @@ async def test_waiting_request_dropped_for_another_tenant_is_refused_with_a_hint
     assert caught.value.retry_after_s
     release.set()
     await asyncio.gather(*greedy[:2], polite)
-    assert (controller.num_running, controller.num_waiting, len(log)) == (0, 0, 3)
+    assert (controller.queue.num_running, controller.queue.num_waiting, len(log)) == (0, 0, 3)
 
 
 async def test_clients_that_all_leave_at_once_give_everything_back() -> None:
@@ -122,5 +122,5 @@ async def test_clients_that_all_leave_at_once_give_everything_back() -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-    assert (controller.num_running, controller.num_waiting) == (0, 0)
+    assert (controller.queue.num_running, controller.queue.num_waiting) == (0, 0)
     assert all(task.cancelled() for task in tasks)

@@ -121,7 +121,7 @@ class Chaos:
 
     async def _watch_places(self) -> None:
         while True:
-            running = sum(g.controller.num_running_of("capped") for g in self.house.gateways)
+            running = sum(g.controller.queue.num_running_of("capped") for g in self.house.gateways)
             self.most_capped = max(self.most_capped, running)
             await asyncio.sleep(0.01)
 
@@ -235,8 +235,9 @@ def _end(worker: SimulatedWorker, kind: str) -> None:
 
 
 def _check_quiet(gateway: SimulatedGateway) -> None:
-    assert gateway.controller.num_running == 0, f"{gateway.controller.num_running} places leaked"
-    assert gateway.controller.num_waiting == 0, "somebody still waits"
+    queue = gateway.controller.queue
+    assert queue.num_running == 0, f"{queue.num_running} places leaked"
+    assert queue.num_waiting == 0, "somebody still waits"
     for view in gateway.fleet.views():
         assert (view.in_flight, view.in_flight_tokens) == (0, 0), f"{view.worker_id} leaks"
     assert gateway.relay.num_running == 0, "home sets leak"
