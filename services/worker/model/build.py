@@ -113,7 +113,7 @@ class Builder:
             InvalidRequest: a tensor of the files is missing, has another shape, or is not used.
         """
         config, weights = self.config, self.weights
-        table = self.operators.table(self._token_rows("model.embed_tokens.weight"))
+        table = self._token_rows("model.embed_tokens.weight")
         tokens = TokenTable(table, config.vocab_size, self.operators.ranks, weights.dtype)
         embedding = LoraEmbedding(
             self._embedding_site(table), tokens, self.operators.add_lora_embedding()
@@ -337,8 +337,8 @@ class Builder:
         is_tied = self.config.tied_embeddings
         name, table = ("model.embed_tokens", embedding) if is_tied else ("lm_head", None)
         if is_tied and self.weights.has("lm_head.weight"):
-            saved = self.operators.table(self._token_rows("lm_head.weight"))
-            if not saved.equal(embedding):
+            saved = self._token_rows("lm_head.weight")
+            if not (saved == embedding).all():  # their types may differ
                 description = "differs from the embedding, but tie_word_embeddings is true"
                 raise InvalidRequest.field("lm_head.weight", "present", description)
         vocab_size, width = self.config.vocab_size, self.config.hidden_size

@@ -216,7 +216,7 @@ def _inputs(builder: Builder) -> PerLayerEmbedding | None:
     name = "model.per_layer_model_projection"
     table = builder.own.token_rows("model.embed_tokens_per_layer.weight", rows, width)
     return PerLayerEmbedding(
-        TokenTable(builder.operators.table(table), rows, builder.operators.ranks, dtype),
+        TokenTable(table, rows, builder.operators.ranks, dtype),
         builder.linear(-1, config.hidden_size, [(name, width)], has_bias=False),
         builder.norm(-1, "model.per_layer_projection_norm", config.layer_input_size),
         config.layer_input_size,

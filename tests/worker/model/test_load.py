@@ -18,9 +18,10 @@ from tests.worker.parity.bases import make_base
 CPU = torch.device("cpu")
 
 
-def build(folder, weights=None):
+def build(folder, weights=None, operators=None):
     family, config = read_model_config(folder)
-    return family.build(config, weights or Checkpoint(folder, torch.float32, CPU), Operators())
+    weights = weights or Checkpoint(folder, torch.float32, CPU)
+    return family.build(config, weights, operators or Operators())
 
 
 @pytest.fixture(scope="module")
@@ -95,22 +96,34 @@ def test_a_truncated_file_is_refused(copy):
         build(path.parent)
 
 
-def test_a_head_that_contradicts_tying_is_refused(copy):
-    tensors, save = copy
-    folder = save(tensors)
+def tie(folder):
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
+    return folder
+
+
+def test_a_head_that_contradicts_tying_is_refused(copy):
+    tensors, save = copy
     with pytest.raises(InvalidRequest, match="tie_word_embeddings"):
-        build(folder)
+        build(tie(save(tensors)))
 
 
 def test_an_equal_copy_of_a_tied_head_is_accepted(copy):
     tensors, save = copy
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
-    folder = save(tensors)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
-    build(folder)
+    build(tie(save(tensors)))
+
+
+def test_a_tied_head_and_its_table_are_compared_by_value_whatever_their_types(copy):
+    tensors, save = copy
+    operators = Operators()
+    operators.keeps_half = True
+    table = tensors["model.embed_tokens.weight"].bfloat16()
+    tensors |= {"model.embed_tokens.weight": table, "lm_head.weight": table.float()}
+    build(tie(save(tensors)), operators=operators)
+    tensors["lm_head.weight"] = tensors["lm_head.weight"] + 1 / 3
+    with pytest.raises(InvalidRequest, match="tie_word_embeddings"):
+        build(tie(save(tensors)), operators=operators)
 
 
 def test_dummy_weights_need_no_files_and_are_the_same_each_time(base, tmp_path):
