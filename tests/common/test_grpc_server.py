@@ -205,9 +205,12 @@ async def test_auth_identifies_the_caller_of_unary_and_stream_calls() -> None:
 
 
 class OpenWatch(RegistryLookup):
-    """Watches that say one thing and then go on without another."""
+    """Watches that say one thing, another when told to, and then go on without more."""
 
     num_open = 0
+
+    def __init__(self) -> None:
+        self.next = asyncio.Event()
 
     async def WatchAdapters(
         self, request: pb.WatchAdaptersRequest, context: Any
@@ -215,19 +218,25 @@ class OpenWatch(RegistryLookup):
         self.num_open += 1
         try:
             yield pb.WatchAdaptersResponse(resume_token="1")
+            await self.next.wait()
+            yield pb.WatchAdaptersResponse(resume_token="2")
             await asyncio.Event().wait()
         finally:
             self.num_open -= 1
 
 
 class EndingAuth(TenantAuth):
-    """Admits callers until it is told that their key has ended."""
+    """Admits callers until it is told how checks of their key fail."""
 
-    has_ended = False
+    failure: LoraplexError | None = None
+
+    def __init__(self) -> None:
+        self.has_failed = asyncio.Event()
 
     async def check(self, method: str, metadata: Mapping[str, str]) -> Caller:
-        if self.has_ended:
-            raise Unauthenticated("the API key was revoked")
+        if self.failure is not None:
+            self.has_failed.set()
+            raise self.failure
         return await super().check(method, metadata)
 
 
@@ -240,11 +249,26 @@ async def test_an_open_watch_ends_with_the_key_of_its_caller() -> None:
         watch = stub.WatchAdapters(pb.WatchAdaptersRequest(), metadata=key, timeout=60)
         assert (await watch.read()).resume_token == "1"
         assert servicer.num_open == 1
-        auth.has_ended = True
+        auth.failure = Unauthenticated("the API key was revoked")
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await watch.read()
         assert from_rpc_error(refused.value).message == "the API key was revoked"
         assert servicer.num_open == 0
+    await running.stop(0)
+
+
+async def test_an_open_watch_goes_on_while_nobody_can_check_the_key_of_its_caller() -> None:
+    auth, servicer = EndingAuth(), OpenWatch()
+    running = await _running(servicer, auth=auth)
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{running.port}") as channel:
+        stub = registry_pb2_grpc.RegistryServiceStub(channel)
+        key = (("authorization", "acme"),)
+        watch = stub.WatchAdapters(pb.WatchAdaptersRequest(), metadata=key, timeout=60)
+        assert (await watch.read()).resume_token == "1"
+        auth.failure = Unavailable("Redis is away")
+        await auth.has_failed.wait()
+        servicer.next.set()
+        assert (await watch.read()).resume_token == "2"
     await running.stop(0)
 
 

@@ -24,7 +24,14 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from loraplex.api.error_wire import to_status
-from loraplex.errors import InvalidRequest, LoraplexError, ResourceExhausted, Unsupported
+from loraplex.errors import (
+    InvalidRequest,
+    LoraplexError,
+    PermissionDenied,
+    ResourceExhausted,
+    Unauthenticated,
+    Unsupported,
+)
 from loraplex_services.common.callers import (
     LOCAL,
     Auth,
@@ -289,16 +296,22 @@ def _wrapped_stream(
 async def _while_identified(
     responses: AsyncIterator[Any], call: _Call, context: Context
 ) -> AsyncIterator[Any]:
-    """Yield responses for as long as a new call of the caller would be admitted.
+    """Yield responses until the caller's key ends. If nobody can say whether it has ended, because
+    Redis or the registry is away, the stream goes on.
 
-    Raises: what refuses such a call.
+    Raises: Unauthenticated or PermissionDenied, as a new call of the caller would.
     """
     following: asyncio.Task[Any] | None = None
     try:
         while True:
             following = following or asyncio.create_task(_next_or_end(responses))
             await asyncio.wait([following], timeout=_CHECK_AGAIN_S)
-            await _identify(call.method, call.shared.auth, context)
+            try:
+                await _identify(call.method, call.shared.auth, context)
+            except (Unauthenticated, PermissionDenied):
+                raise
+            except LoraplexError:
+                pass
             if following.done():
                 response, following = following.result(), None
                 if response is _END:
