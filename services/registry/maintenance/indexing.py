@@ -92,10 +92,13 @@ class Indexer:
                     await self.ensure()
                     await self.repair(_PENDING_AGE_S)
                     await self.measure()
+                if self._problem:
+                    logger.info("index available again")
                 self._problem = ""
             except CatalogDown as error:
+                if error.message != self._problem:
+                    logger.warning("index unavailable", extra={"problem": error.for_log})
                 self._problem = error.message
-                logger.warning("index unavailable", extra={"problem": error.for_log})
             except Exception:
                 self._problem = "the check failed; see the registry's log"
                 logger.exception("index check failed")

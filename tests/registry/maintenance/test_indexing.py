@@ -136,6 +136,20 @@ async def test_nothing_is_published_while_redis_is_away(
         await _version_of(registry, "sql")
 
 
+async def test_checks_of_an_index_log_once_that_redis_is_away(
+    objects_url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    indexer = assemble(open_store(objects_url), Catalog(connect_redis(NOWHERE))).indexer
+    keeping = asyncio.create_task(indexer.keep(0.0))
+    checks = set()
+    while len(checks) < 4:
+        await asyncio.sleep(0.01)
+        checks.add(indexer._checked_s)
+    keeping.cancel()
+    assert indexer.state()["problem"]
+    assert caplog.messages.count("index unavailable") == 1
+
+
 async def test_a_flushed_redis_changes_no_answer_and_is_filled_again(
     registry: Registry, raw: redis.asyncio.Redis
 ) -> None:
