@@ -20,7 +20,7 @@ INFERENCE = "loraplex.v1.InferenceService"
 
 
 @asynccontextmanager
-async def serving(servicer: Any) -> AsyncIterator[str]:
+async def serving(servicer: Any, **options: Any) -> AsyncIterator[str]:
     """The address of a server with this servicer."""
     service: Service
     if isinstance(servicer, registry_pb2_grpc.RegistryServiceServicer):
@@ -28,7 +28,7 @@ async def serving(servicer: Any) -> AsyncIterator[str]:
     else:
         add = inference_pb2_grpc.add_InferenceServiceServicer_to_server
         service = (add, servicer, INFERENCE)
-    running = await start([service], ["127.0.0.1:0"])
+    running = await start([service], ["127.0.0.1:0"], **options)
     try:
         yield f"127.0.0.1:{running.port}"
     finally:

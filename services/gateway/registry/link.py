@@ -194,18 +194,21 @@ class RegistryLink:
             await asyncio.sleep(_RENEW_CHECK_S)
 
     async def _follow(self, watch: _Watch) -> None:
-        failures = 0
+        failures, problem = 0, ""
         while True:
             try:
                 async with aclosing(self._changes(watch.resume_token)) as messages:
                     async for message in messages:
-                        failures = 0
+                        failures, problem = 0, ""
                         watch.apply(message)
                         self._is_current = not watch.in_snapshot
                         if self._is_current:
                             self.has_snapshot.set()
             except LoraplexError as error:
-                logger.warning("registry watch ended", extra={"reason": error.reason})
+                if error.message != problem:
+                    fields = {"reason": error.reason, "problem": error.message}
+                    logger.warning("registry watch failed", extra=fields)
+                problem = error.message
                 watch.forget_resume_token(after=error)
             self._is_current = bool(watch.resume_token)
             watch.abandon_snapshot()
@@ -222,7 +225,6 @@ class RegistryLink:
         call = self._stub.WatchAdapters(
             registry_pb2.WatchAdaptersRequest(resume_token=resume_token),
             metadata=self._metadata,
-            wait_for_ready=True,
         )
         try:
             async for message in call:

@@ -118,7 +118,7 @@ class WorkerLink:
 
     async def run(self) -> None:
         """Connect and serve until the connection breaks; repeat until cancelled."""
-        failures = 0
+        failures, problem = 0, ""
         while True:
             try:
                 await self._connected()
@@ -126,8 +126,9 @@ class WorkerLink:
                 if self._view.connected:
                     failures = 0
                     logger.warning("worker lost", extra=self._log_fields(error))
-                elif failures == 0:
-                    logger.info("worker not reachable yet", extra=self._log_fields(error))
+                elif error.message != problem:
+                    logger.info("worker not reachable", extra=self._log_fields(error))
+                problem = error.message
             except Exception:
                 logger.exception("worker connection failed", extra=self._log_fields(None))
             self._disconnect()

@@ -1,16 +1,24 @@
-"""Single files of a version arrive whole and true, or not at all."""
+"""Single files of a version arrive whole and true, or not at all, and a registry that cannot be
+reached is logged."""
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
 from loraplex.adapter_format import File
 from loraplex.errors import DataLoss, Unavailable
 from loraplex.v1 import registry_pb2 as pb
+from loraplex_services.common.grpc.channels import Channels
+from loraplex_services.common.security.tls import TlsFiles
 from loraplex_services.gateway.registry.link import RegistryLink
+from loraplex_services.gateway.registry.resolve import Resolver
+from tests.certificates import Authority
+from tests.gateway.conftest import eventually
 from tests.sdk.servers import ScriptedDownload, serving
 
 WANTED = [
@@ -60,3 +68,19 @@ async def test_a_registry_that_is_away_says_so() -> None:
         assert refused.value.retry_after_s
         assert "127.0.0.1" not in refused.value.message  # strangers with invented keys read it
     await link.close()
+
+
+async def test_a_registry_that_refuses_the_gateways_certificate_is_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    house, stranger = Authority(tmp_path / "house"), Authority(tmp_path / "stranger")
+    own, shown = house.issue("registry"), stranger.issue("gateway")
+    server_tls = TlsFiles(house.ca, own.cert, own.key).server(for_services=True)
+    async with serving(ScriptedDownload([], []), tls=server_tls) as address:
+        link = RegistryLink(address, channels=Channels(TlsFiles(house.ca, shown.cert, shown.key)))
+        following = asyncio.create_task(link.follow(Resolver(link, dict)))
+        await eventually(lambda: "registry watch failed" in caplog.messages)
+        assert "failed to connect" in caplog.records[-1].__dict__["problem"]
+        following.cancel()
+        await asyncio.gather(following, return_exceptions=True)
+        await link.close()

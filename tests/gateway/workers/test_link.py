@@ -19,6 +19,7 @@ from loraplex_services.gateway.request import WorkerJob
 from loraplex_services.gateway.workers import link, session
 from loraplex_services.gateway.workers.link import WorkerLink
 from loraplex_services.gateway.workers.session import WorkerLost
+from tests.gateway.conftest import eventually
 from tests.gateway.scripted_worker import ScriptedWorker, endless, start_worker
 
 
@@ -137,3 +138,18 @@ async def test_a_surprise_in_reading_a_model_does_not_end_the_line(tmp_path: Pat
         await line.until(connected=False)
         await line.until(connected=True)
         assert surprises == []
+
+
+async def test_it_is_logged_why_a_lost_worker_cannot_be_reached_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    line = Line(tmp_path, ScriptedWorker())
+    server = await start_worker(line.worker, line.address)
+    running = asyncio.create_task(line.link.run())
+    await line.until(connected=True)
+    await server.stop(None)
+    await eventually(lambda: "worker not reachable" in caplog.messages)
+    assert "failed to connect" in caplog.records[-1].__dict__["problem"]
+    running.cancel()
+    await line.link.close()
