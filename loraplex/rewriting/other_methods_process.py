@@ -129,7 +129,7 @@ def _added(layer: Any, config: peft.PeftConfig) -> tuple[Tensor, Tensor]:
     units = torch.eye(num_inputs, dtype=torch.float64)
     generator = torch.Generator().manual_seed(0)
     probes = torch.randn(_NUM_PROBES, num_inputs, dtype=torch.float64, generator=generator)
-    exact = layer.double()
+    exact = _in_type(layer, torch.float64)
 
     def added(rows: Tensor) -> Tensor:
         difference: Tensor = exact(rows) - exact.get_base_layer()(rows)
@@ -138,11 +138,18 @@ def _added(layer: Any, config: peft.PeftConfig) -> tuple[Tensor, Tensor]:
     bias = added(torch.zeros_like(probes[:1]))[0]
     update = torch.cat([added(rows) - bias for rows in units.split(_CHUNK_ROWS)]).T
     found = added(probes)
-    layer.float()
+    _in_type(layer, torch.float32)
     if (found - probes @ update.T - bias).norm() > LARGEST_DEVIATION * found.norm():
         why = "is not linear in the inputs of a module, so no LoRA is equivalent to it"
         _refuse("peft_type", config.peft_type.value, why)
     return update, bias.float()
+
+
+def _in_type(layer: Any, dtype: torch.dtype) -> Any:
+    """The layer with its tensors in a type, in place."""
+    if isinstance(getattr(layer, "dtype", None), torch.dtype):  # AdaMSS casts its inputs to it
+        layer.dtype = dtype
+    return layer.to(dtype)
 
 
 def _relative_error(original: Tensor, a: Tensor, b: Tensor) -> float:

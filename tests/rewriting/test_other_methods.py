@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import peft
@@ -41,6 +42,8 @@ METHODS: dict[str, peft.PeftConfig] = {
     "IA3": peft.IA3Config(target_modules=["q_proj"], feedforward_modules=[]),
     "BEFT": peft.BeftConfig(target_modules=TARGETS),
 }
+if find_spec("sklearn"):  # which AdaMSS needs for its clusters
+    METHODS["ADAMSS"] = peft.AdamssConfig(r=4, num_subspaces=2, target_modules=TARGETS)
 RANKS = {"LOHA": 9, "MISS": 4, "VERA": 4, "DELORA": 4}
 """Of methods whose weights have a rank of their own."""
 
@@ -139,6 +142,20 @@ def test_a_scaled_bias_of_the_base_becomes_a_bias_of_the_lora(tmp_path: Path) ->
     x = torch.randn(3, update.shape[1])
     expected = layer(x) - layer.get_base_layer()(x)
     torch.testing.assert_close(x @ update.float().T + bias, expected)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_layer_that_casts_its_inputs_is_computed_in_float64_like_any_other() -> None:
+    """AdaMSS does."""
+    config = METHODS["IA3"]
+    layer = peft.get_peft_model(models.build("llama"), config).base_model.model.model.layers[0]
+    module = layer.self_attn.q_proj
+    plain = other_methods_process._added(module, config)
+    module.dtype = torch.float32
+    module.register_forward_pre_hook(lambda module, inputs: (inputs[0].to(module.dtype),))
+    update, bias = other_methods_process._added(module, config)
+    assert update.equal(plain[0]) and bias.equal(plain[1])
+    assert module.dtype is module.weight.dtype is torch.float32
 
 
 @pytest.mark.filterwarnings("ignore")
