@@ -250,6 +250,19 @@ def test_a_worker_translates_a_file_once_and_passes_on_why_it_cannot(tmp_path):
     assert len([*(tmp_path / "cache" / "models").iterdir()]) == 1
 
 
+def test_code_for_a_tokenizer_next_to_a_file_is_not_run_whatever_a_terminal_answers(
+    tmp_path, monkeypatch
+):
+    path = written(tmp_path)
+    (tmp_path / "tokenizer.json").unlink()
+    config = {"auto_map": {"AutoTokenizer": ["evil.Tokenizer", None]}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    (tmp_path / "evil.py").write_text("raise SystemExit('ran')")
+    monkeypatch.setattr("builtins.input", lambda question: "y")
+    with pytest.raises(Unsupported, match="trust_remote_code"):
+        write_folder(path, tmp_path / "out")
+
+
 def test_a_link_to_a_file_is_read_with_the_tokenizer_next_to_the_link(tmp_path):
     """As in the hub's cache, where a snapshot has links to files named after their digests."""
     (tmp_path / "blobs").mkdir()

@@ -288,7 +288,9 @@ def _convert_tokenizer(file: GgufFile, folder: Path) -> None:
         why = f"is read by the transformers library, which is not installed; {way_out}"
         raise file.refuse("tokenizer.ggml", file.get("tokenizer.ggml.model"), why) from None
     try:
-        tokenizer = AutoTokenizer.from_pretrained(file.path.parent, gguf_file=file.path.name)
+        tokenizer = AutoTokenizer.from_pretrained(
+            file.path.parent, gguf_file=file.path.name, trust_remote_code=False
+        )
         tokenizer.save_pretrained(folder)
     except Exception as error:  # of any kind, from many converters
         why = f"cannot be converted by the transformers library ({error}); {way_out}"
