@@ -109,7 +109,7 @@ async def test_a_worker_that_does_not_welcome_is_dialled_again(
     monkeypatch.setattr(session, "OPEN_TIMEOUT_S", 0.2)
     async with _line(tmp_path, worker := Rude()) as line:
         await line.until(connected=True)
-        assert worker.num_sessions == 2
+        assert worker.num_sessions >= 2
 
 
 async def test_a_worker_that_does_not_say_what_it_serves_is_asked_again(
