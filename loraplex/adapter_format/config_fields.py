@@ -66,8 +66,8 @@ _CONVERT = (
     "saved before training, or have PEFT do so (path_initial_model_for_weight_conversion)"
 )
 _LOFTQ = (
-    "changed the base before training, which cannot be undone; if that base was saved, serve it and "
-    "set init_lora_weights to true, or train without LoftQ, on a quantised base as well"
+    "changed the base before training, which cannot be undone; if that base was saved, serve it "
+    "and set init_lora_weights to true, or train without LoftQ, on a quantised base as well"
 )
 _INPUTS = "trains inputs and no weights, so no LoRA is equivalent to it; train a LoRA"
 WITHOUT_LORA: dict[str, str] = {
