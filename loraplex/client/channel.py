@@ -34,7 +34,7 @@ _MAX_WAITS = 3
 OPTIONS: list[tuple[str, Any]] = [
     ("grpc.max_receive_message_length", MAX_RECEIVE_BYTES),
     ("grpc.keepalive_time_ms", 30_000),
-    ("grpc.keepalive_timeout_ms", 20_000),
+    ("grpc.http2.ping_timeout_ms", 20_000),
     # A new client must not inherit the reconnect back-off of an older client of the same address.
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.http2.max_pings_without_data", 0),

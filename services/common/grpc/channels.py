@@ -9,8 +9,10 @@ import grpc
 from loraplex_services.common.security.tls import PLAIN, TlsFiles
 
 _OPTIONS: list[tuple[str, Any]] = [
+    # A server that hangs counts as away after 40 s. `grpc.keepalive_timeout_ms` would have no
+    # effect: gRPC waits for the answer to a ping for as long as for that to any other.
     ("grpc.keepalive_time_ms", 30_000),
-    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.http2.ping_timeout_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.initial_reconnect_backoff_ms", 100),

@@ -44,7 +44,7 @@ _OPTIONS: list[tuple[str, Any]] = [
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
     ("grpc.http2.max_ping_strikes", 0),
     ("grpc.keepalive_time_ms", 60_000),
-    ("grpc.keepalive_timeout_ms", 20_000),
+    ("grpc.http2.ping_timeout_ms", 20_000),
     COUNTED,
     # gRPC unpacks a message before it compares its size with the limit, and 0.5 MiB may become
     # 0.5 GiB. Bit 0 stands for messages without compression.

@@ -5,6 +5,9 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import signal
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,6 +16,7 @@ import pytest
 from loraplex.adapter_format import File
 from loraplex.errors import DataLoss, Unavailable
 from loraplex.v1 import registry_pb2 as pb
+from loraplex_services.common.grpc import channels
 from loraplex_services.common.grpc.channels import Channels
 from loraplex_services.common.security.tls import TlsFiles
 from loraplex_services.gateway.registry.link import RegistryLink
@@ -25,6 +29,19 @@ WANTED = [
     File("tokenizer.json", 6, hashlib.sha256(b"abcdef").hexdigest()),
     File("chat_template.jinja", 2, hashlib.sha256(b"xy").hexdigest()),
 ]
+
+REGISTRY = """
+import asyncio
+from tests.gateway.scripted_registry import ScriptedRegistry
+from tests.sdk.servers import serving
+
+async def main():
+    async with serving(ScriptedRegistry()) as address:
+        print(address, flush=True)
+        await asyncio.Event().wait()
+
+asyncio.run(main())
+"""
 
 
 async def read(chunks: Sequence[tuple[str, bytes]]) -> dict[str, bytes]:
@@ -84,3 +101,20 @@ async def test_a_registry_that_refuses_the_gateways_certificate_is_logged(
         following.cancel()
         await asyncio.gather(following, return_exceptions=True)
         await link.close()
+
+
+@pytest.mark.long  # a client may not ping more often than every 10 s
+async def test_a_registry_that_hangs_counts_as_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    pinging = dict(channels._OPTIONS) | {"grpc.keepalive_time_ms": 10_000}
+    monkeypatch.setattr(channels, "_OPTIONS", list(pinging.items()))
+    with subprocess.Popen([sys.executable, "-c", REGISTRY], stdout=subprocess.PIPE) as server:
+        assert server.stdout is not None
+        link = RegistryLink(server.stdout.readline().decode().strip())
+        following = asyncio.create_task(link.follow(Resolver(link, dict)))
+        await eventually(lambda: link.is_watching)
+        server.send_signal(signal.SIGSTOP)
+        await eventually(lambda: not link.is_watching, within_s=50)
+        following.cancel()
+        await asyncio.gather(following, return_exceptions=True)
+        await link.close()
+        server.kill()
