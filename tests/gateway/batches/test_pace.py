@@ -36,17 +36,28 @@ async def test_tenants_get_free_slots_in_rotation() -> None:
     await asyncio.wait_for(asyncio.gather(*tasks), 5)
 
 
-async def test_large_lines_wait_for_memory_but_one_always_runs(
+@pytest.mark.hostile
+async def test_large_lines_wait_for_memory_and_small_ones_pass_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Two large lines that took long held up the batch jobs of all tenants."""
     monkeypatch.setattr(pace_module, "MAX_BATCH_BYTES_IN_FLIGHT", 10)
+    monkeypatch.setattr(pace_module, "MAX_SMALL_MESSAGE_BYTES", 1)
     pace = Pace(lambda: 100)
-    await pace.acquire("a", 50)
-    second = asyncio.create_task(pace.acquire("a", 1))
+    await pace.acquire("a", 50)  # one always runs
+    large = [asyncio.create_task(pace.acquire(tenant, 6)) for tenant in "abc"]
     await settled()
-    assert not second.done()
+    assert not any(task.done() for task in large)
+    for tenant in "ab":
+        await asyncio.wait_for(pace.acquire(tenant, 1), 5)
     pace.release(50)
-    await asyncio.wait_for(second, 5)
+    await asyncio.wait_for(large[0], 5)
+    pace.release(6)
+    await asyncio.wait_for(large[1], 5)
+    large[2].cancel()
+    await asyncio.gather(large[2], return_exceptions=True)
+    pace.release(6)
+    await asyncio.wait_for(pace.acquire("d", 10), 5)
 
 
 async def test_a_line_that_pauses_lets_others_run_and_comes_back() -> None:
