@@ -6,6 +6,7 @@ A line thereby has the same checks, answers and errors as a request of its tenan
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -49,7 +50,10 @@ class WithinEndpoints:
             # Thousands of responses would displace those that the tenant wants to continue.
             body = {"store": False, **body}
         sent = _Exchange()
-        await self._app()(_scope(caller, path, body, request_id), sent.receive, sent.send)
+        # An endpoint that crashes has logged it and answered. The app raises it all the same, for
+        # its server; the batch job goes on, as another client would.
+        with contextlib.suppress(Exception):
+            await self._app()(_scope(caller, path, body, request_id), sent.receive, sent.send)
         return sent.answer(request_id)
 
 
