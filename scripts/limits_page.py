@@ -95,8 +95,8 @@ COUNTS = {
     "MAX_HISTORY_RESPONSES": "stored responses that one conversation may consist of",
     "MAX_RESPONSE_METADATA": "entries in `metadata` of a response or a batch job",
     "MAX_FILE_BYTES": "of a file for a batch job",
-    "MAX_STORED_FILE_BYTES_PER_TENANT": "of all files of a tenant; the results of batch jobs "
-    "count, and are stored even beyond it",
+    "MAX_STORED_FILE_BYTES_PER_TENANT": "of all files of a tenant, with the results of "
+    "batch jobs; a batch job ends when its own exceed what was left",
     "MAX_FILES_PER_TENANT": "files of a tenant",
     "MAX_FILE_UPLOADS": "uploads of files that one gateway reads at a time; others wait",
     "MAX_FILE_UPLOADS_PER_TENANT": "of these for one tenant",
@@ -112,7 +112,8 @@ COUNTS = {
     "MAX_RUNNING_BATCHES": "batch jobs that one gateway runs at a time; others wait",
     "MAX_RUNNING_BATCHES_PER_TENANT": "of these for one tenant",
     "MAX_BATCH_LINES_IN_FLIGHT": "requests of one batch job that run at a time",
-    "MAX_BATCH_BYTES_IN_FLIGHT": "of requests of batch jobs that one gateway runs at a time",
+    "MAX_BATCH_BYTES_IN_FLIGHT": "of the requests of batch jobs that one gateway runs at a time, "
+    "those of up to 64 KiB not counted",
     "MAX_FORM_PARTS": "parts of a form that uploads a file",
     "MAX_FORM_VALUE_BYTES": "of a field of such a form",
     "MAX_OPEN_UPLOADS_PER_TENANT": "unfinished uploads of a tenant; their bytes count in its quota",

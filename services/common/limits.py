@@ -268,7 +268,7 @@ characters."""
 MAX_FILE_BYTES = 200 * MIB
 """Most bytes of a file for a batch job."""
 MAX_STORED_FILE_BYTES_PER_TENANT = 10240 * MIB
-"""Most bytes of all files of a tenant. Results of batch jobs count, but are stored beyond it."""
+"""Most bytes of all files of a tenant, results of batch jobs included."""
 MAX_FILES_PER_TENANT = 10_000
 MAX_FILE_UPLOADS = 16
 """Most uploads of files that one gateway receives at the same time; each takes up to 16 MiB of
@@ -298,7 +298,7 @@ MAX_RUNNING_BATCHES_PER_TENANT = 4
 MAX_BATCH_LINES_IN_FLIGHT = 256
 """Most requests of one batch job that are sent at the same time."""
 MAX_BATCH_BYTES_IN_FLIGHT = 16 * MIB
-"""Most bytes of the lines of batch jobs that one gateway has sent and that have no answer yet."""
+"""Most bytes of the large lines of batch jobs that one gateway has sent and that have no result."""
 MAX_FORM_PARTS = 16
 MAX_FORM_VALUE_BYTES = 1 * KIB
 """Most bytes of a field of a form that is not a file."""

@@ -299,6 +299,7 @@ class Gateway:
             context,
             lambda: self._app,
             lambda: self._controller.background_limit,
+            self._generation.collected,
             None if self._keys is None else self._registry.check_key_id,
         )
 

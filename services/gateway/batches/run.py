@@ -12,7 +12,7 @@ import logging
 import time
 from dataclasses import replace
 
-from loraplex.errors import LoraplexError, NotFound, Unauthenticated
+from loraplex.errors import LoraplexError, NotFound, ResourceExhausted, Unauthenticated
 from loraplex_services.common.limits import MAX_BATCH_LINES
 from loraplex_services.common.objects import ObjectStore, ObjectStoreError
 from loraplex_services.gateway.batches import results
@@ -53,6 +53,8 @@ class BatchRun:
         self._context = context
         self._record = record
         self._sender = LineSender(context, record)
+        self._quota_bytes: int | None = None
+        """Bytes that its results may have; None = not known yet."""
         self.nudged = asyncio.Event()
         """Set when the batch job was changed and is to be looked at soon."""
 
@@ -93,6 +95,12 @@ class BatchRun:
             self._sender.stop()
         elif time.time() >= record.expires_s:
             await self._end_as(EXPIRED)
+        elif self._quota_bytes is not None and self._sender.num_bytes > self._quota_bytes:
+            why = (
+                f"the results exceed the {self._quota_bytes} bytes that their tenant could still "
+                "store; delete files, then send the rest in another batch job"
+            )
+            await self._end_as(FAILED, BatchError("file_quota_exceeded", why))
         elif self._context.check_key is not None:
             try:
                 await self._context.check_key(record.key_id)
@@ -165,6 +173,12 @@ class BatchRun:
 
     async def _send_lines(self, store: ObjectStore) -> None:
         stored = await results.stored_results(store, self._record)
+        self._sender.num_bytes = sum(info.size for info in stored)
+        files = await self._context.files.stored(self._record.tenant)
+        try:
+            self._quota_bytes = files.check_quota()
+        except ResourceExhausted as error:
+            await self._end_as(FAILED, BatchError("file_quota_exceeded", error.message))
         try:
             async with input_lines(self._context.files, self._record) as lines:
                 await self._sender.send(lines, set(map(results.index_of, stored)))

@@ -7,10 +7,11 @@ import logging
 import random
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from loraplex.errors import InvalidRequest
+from loraplex.errors import InvalidRequest, ResourceExhausted
 from loraplex_services.common.callers import Caller
 from loraplex_services.common.limits import HTTP_BODY, MAX_BATCH_LINES_IN_FLIGHT
 from loraplex_services.common.objects import ObjectStoreError
@@ -54,6 +55,9 @@ class RunContext:
     book: BatchBook
     endpoints: Endpoints
     pace: Pace
+    unread: Callable[[Caller, int], AbstractContextManager[None]]
+    """Counts an answer of some bytes until it is stored; raises ResourceExhausted if its tenant has
+    too many."""
     check_key: Callable[[str], Awaitable[Caller]] | None
     """The holder of the key with an id; raises Unauthenticated. None without keys."""
 
@@ -67,6 +71,8 @@ class LineSender:
         self._caller = Caller(record.tenant, record.key_id, frozenset(record.scopes))
         self.counts = record.counts
         """Of the lines with a result."""
+        self.num_bytes = 0
+        """Bytes of the results that are stored."""
         self._custom_ids = CustomIds()
         self._tasks: set[asyncio.Task[None]] = set()
         self._answering: set[asyncio.Task[None]] = set()
@@ -164,13 +170,16 @@ class LineSender:
         try:
             if self._stopping.is_set():
                 return
-            result = await self._result(line)
+            with ExitStack() as unread:
+                result = await self._result(line, unread)
+                self._answering.discard(task)
+                await self._store(line, result)
         finally:
             self._answering.discard(task)
             self._context.pace.release(held_bytes)
-        await self._store(line, result)
 
-    async def _result(self, line: Line) -> Result:
+    async def _result(self, line: Line, unread: ExitStack) -> Result:
+        """The result of a line, which counts as an unread answer until `unread` is closed."""
         if line.error is not None:
             return results.refused(self._record, line, line.error)
         assert line.body is not None
@@ -183,7 +192,12 @@ class LineSender:
             )
             wait_s = retry_wait_s(answer, attempt)
             if wait_s is None:
-                return results.answered(self._record, line, answer)
+                try:
+                    unread.enter_context(self._context.unread(self._caller, len(answer.body)))
+                    return results.answered(self._record, line, answer)
+                except ResourceExhausted:  # the store is slower than the answers
+                    del answer
+                    wait_s = _MAX_WAIT_S
             async with self._context.pace.paused(self._record.tenant):
                 await asyncio.sleep(wait_s * random.uniform(0.5, 1.0))
 
@@ -198,6 +212,7 @@ class LineSender:
                 logger.warning("result not stored yet", extra={"problem": error.message})
                 await asyncio.sleep(_STORE_RETRY_S)
         if is_first:
+            self.num_bytes += len(result.text)
             self.counts += result.counts
             BATCH_REQUESTS.labels("ok" if result.is_output else "failed").inc()
 

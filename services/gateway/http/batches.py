@@ -51,7 +51,6 @@ class BatchEndpoints:
         if file.purpose != "batch":
             why = f"has the purpose {file.purpose}; upload a file for batch jobs"
             raise InvalidRequest.field("input_file_id", file.file_id, why)
-        # Results are stored even beyond the quota, so that a batch job which has begun can end.
         stored = await self.files.stored(caller.tenant)
         stored.check_quota()
         keys = await self.book.documents(caller.tenant)

@@ -20,6 +20,7 @@ from loraplex_services.gateway.http.app import AppContext
 from loraplex_services.gateway.http.batches import BatchEndpoints
 from loraplex_services.gateway.http.files import FileEndpoints
 from loraplex_services.gateway.http.within import WithinEndpoints
+from loraplex_services.gateway.pipeline.collected_bytes import CollectedBytes
 
 
 class StoredWork:
@@ -32,12 +33,14 @@ class StoredWork:
         context: AppContext,
         app: Callable[[], ASGIApp],
         limit: Callable[[], int],
+        collected: CollectedBytes,
         check_key: Callable[[str], Awaitable[Caller]] | None,
     ) -> None:
         """
         Args:
             app: the app that has `routes`, once it is made.
             limit: how many requests of batch jobs may run now.
+            collected: counts answers that are not stored yet.
             check_key: the holder of the key with an id; None without keys.
 
         Raises: InvalidRequest if the URL's folder cannot be used.
@@ -53,6 +56,7 @@ class StoredWork:
                 book=book,
                 endpoints=WithinEndpoints(app),
                 pace=Pace(limit),
+                unread=collected.unread,
                 check_key=check_key,
             )
         )

@@ -13,7 +13,7 @@ from openai import AsyncOpenAI
 
 from loraplex_services.common.grpc import call_rates
 from loraplex_services.common.limits import CALL_BURST, LIST_CALLS
-from loraplex_services.gateway.batches import book, files
+from loraplex_services.gateway.batches import book, files, run, runner
 from loraplex_services.gateway.batches.storage import Storage
 from loraplex_services.gateway.http import app
 from loraplex_services.gateway.http import files as endpoints
@@ -35,7 +35,11 @@ async def storing(stack: Stack) -> Stack:
 
 async def ended(client: AsyncOpenAI, file_id: str) -> Any:
     """A batch of a file, at its end."""
-    batch = await client.batches.create(input_file_id=file_id, **BATCH)
+    return await at_its_end(client, await client.batches.create(input_file_id=file_id, **BATCH))
+
+
+async def at_its_end(client: AsyncOpenAI, batch: Any) -> Any:
+    """The batch at its end."""
     async with asyncio.timeout(30):
         while batch.status not in ENDED:
             await asyncio.sleep(0.02)
@@ -109,6 +113,41 @@ async def test_a_tenant_whose_files_are_many_runs_no_batch(
     with pytest.raises(openai.RateLimitError) as caught:
         await client.batches.create(input_file_id=made.id, **BATCH)
     assert caught.value.code == "file_quota_exceeded"
+
+
+async def test_a_batch_whose_results_exceed_the_quota_ends_and_keeps_them(
+    storing: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Large answers to small requests filled the disk of everybody, at 100 jobs of a tenant."""
+    monkeypatch.setattr(run, "RENEW_S", 0.02)
+    await storing.start()
+    client = storing.openai()
+    line = '{"custom_id":"%d","method":"POST","url":"/v1/completions"}\n'
+    made = await uploaded(client, "".join(line % index for index in range(3000)).encode())
+    monkeypatch.setattr(files, "MAX_STORED_FILE_BYTES_PER_TENANT", made.bytes + 1000)
+    batch = await ended(client, made.id)
+    assert batch.status == "failed"
+    assert [error.code for error in batch.errors.data] == ["file_quota_exceeded"]
+    assert 0 < batch.request_counts.failed < batch.request_counts.total
+    content = (await client.files.content(batch.error_file_id)).content
+    assert content.count(b"missing_body") == batch.request_counts.failed
+    assert content.count(b"batch_failed") == 3000 - batch.request_counts.failed
+
+
+async def test_a_batch_that_begins_after_its_tenant_has_reached_the_quota_sends_nothing(
+    storing: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner, "POLL_S", 0.02)
+    monkeypatch.setattr(runner, "MAX_RUNNING_BATCHES_PER_TENANT", 0)
+    await storing.start()
+    client = storing.openai()
+    made = await uploaded(client, b"{}\n")
+    batch = await client.batches.create(input_file_id=made.id, **BATCH)
+    monkeypatch.setattr(files, "MAX_STORED_FILE_BYTES_PER_TENANT", made.bytes)
+    monkeypatch.setattr(runner, "MAX_RUNNING_BATCHES_PER_TENANT", 1)
+    batch = await at_its_end(client, batch)
+    assert [error.code for error in batch.errors.data] == ["file_quota_exceeded"]
+    assert batch.request_counts.failed == 0 and batch.error_file_id
 
 
 async def test_only_the_newest_batches_of_a_tenant_are_kept(
