@@ -162,7 +162,10 @@ class Resolver:
         """The error that says what is missing, and which versions and tags exist."""
         listing = self.snapshot.listing(ref.tenant, ref.name, viewer)
         if listing is None:
-            return AdapterNotFound(str(ref), why_missing(ref, (), ()))
+            why = why_missing(ref, (), ())
+            if viewer not in (None, ref.tenant):
+                why += f". One of {ref.tenant} must be public or shared with {viewer}"
+            return AdapterNotFound(str(ref), why)
         shown = replace(ref, name=listing.name)
         versions = [version.number for version in listing.versions]
         tags = [tag.tag for tag in listing.tags]

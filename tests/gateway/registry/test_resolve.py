@@ -211,8 +211,9 @@ async def test_registry_away_serves_what_is_known_and_says_why_it_cannot_know_mo
 async def test_others_private_adapters_look_missing(resolver: Resolver) -> None:
     resolver.snapshot.put_version(_version(2, shared_with=frozenset({"friend"})))
     assert await _label(resolver, "default/upper", tenant="friend") == "default/upper:v2"
-    with pytest.raises(AdapterNotFound):
-        await _label(resolver, "default/upper", tenant="stranger")
+    for name in ("default/upper", "default/nobody"):
+        with pytest.raises(AdapterNotFound, match=f"no adapter {name}; .* shared with stranger"):
+            await _label(resolver, name, tenant="stranger")
     resolver.snapshot.put_version(_version(2, is_public=True))
     assert await _label(resolver, "default/upper", tenant="stranger") == "default/upper:v2"
 
