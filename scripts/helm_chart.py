@@ -21,13 +21,26 @@ SHARED = "loraplex"
 """The ConfigMap that all services read. Others are taken as they are."""
 SETTINGS = "settings"
 """The value with the data of the shared ConfigMap."""
+_TEXT = '{{ toJson (ternary $value (toJson $value) (kindIs "string" $value)) }}'
+"""A variable's value as a string. Helm's toString would write 10000000 as 1e+07."""
+_VARIABLES = {
+    "type": "object",
+    "additionalProperties": {"type": ["string", "number", "boolean"]},
+}
+_TYPES: dict[str, Any] = {
+    "env": _VARIABLES,
+    "image": {"type": "string"},
+    "resources": {"type": "object"},
+}
+"""Schemas of the values of a Deployment; those that are not here are numbers of replicas."""
 
 Document = dict[str, Any]
 Values = dict[str, Any]
 
 
 def write_chart(documents: list[Document], folder: Path) -> None:
-    """Write Chart.yaml, values.yaml and a template for each document. Mutates: documents.
+    """Write Chart.yaml, values.yaml with its schema, and a template for each document. Mutates:
+    documents.
 
     Raises:
         ValueError: a manifest contains what Helm would take for an expression.
@@ -43,6 +56,7 @@ def write_chart(documents: list[Document], folder: Path) -> None:
             (templates / name).write_text(Template(document, values).text())
     (folder / "Chart.yaml").write_text(yaml.safe_dump(_chart(), sort_keys=False))
     (folder / "values.yaml").write_text(yaml.safe_dump(values))
+    (folder / "values.schema.json").write_text(json.dumps(_schema(values), indent=2) + "\n")
 
 
 def _chart() -> Document:
@@ -58,6 +72,19 @@ def _chart() -> Document:
     }
 
 
+def _schema(values: Values) -> Document:
+    """The JSON Schema by which Helm refuses values that the chart does not have."""
+
+    def closed(properties: dict[str, Any]) -> Document:
+        return {"type": "object", "additionalProperties": False, "properties": properties}
+
+    properties: dict[str, Any] = {"global": {"type": "object"}}  # which Helm gives to subcharts
+    for name, fields in values.items():
+        types = {field: _TYPES.get(field, {"type": "integer"}) for field in fields}
+        properties[name] = _VARIABLES if name == SETTINGS else closed(types)
+    return {"$schema": "http://json-schema.org/draft-07/schema#", **closed(properties)}
+
+
 class Template:
     """One document with expressions in place of what operators change."""
 
@@ -71,7 +98,8 @@ class Template:
         document["metadata"]["namespace"] = self._mark("{{ .Release.Namespace }}")
         if (document["kind"], self._name) == ("ConfigMap", SHARED):
             values[SETTINGS] = document["data"]
-            document["data"] = self._mark(f"{{{{ toJson .Values.{SETTINGS} }}}}")
+            loop = self._for_each(SETTINGS, f"{{{{ toJson $name }}}}: {_TEXT}, ")
+            document["data"] = self._mark(f"{{ {loop}}}")
         elif document["kind"] == "HorizontalPodAutoscaler":
             self._take(document["spec"], "minReplicas", "maxReplicas")
         elif document["kind"] == "Deployment":
@@ -104,9 +132,13 @@ class Template:
         }
         copied = [json.dumps(each) for each in container.get("env", []) if "value" not in each]
         self._values.setdefault(self._name, {})["env"] = plain
-        each = "{name: {{ toJson $name }}, value: {{ toJson (toString $value) }}}, "
-        loop = f"{{{{ range $name, $value := .Values.{self._name}.env }}}}{each}{{{{ end }}}}"
+        each = f"{{name: {{{{ toJson $name }}}}, value: {_TEXT}}}, "
+        loop = self._for_each(f"{self._name}.env", each)
         container["env"] = self._mark(f"[{''.join(f'{text}, ' for text in copied)}{loop}]")
+
+    def _for_each(self, value: str, text: str) -> str:
+        """A text for each $name and $value of a value."""
+        return f"{{{{ range $name, $value := .Values.{value} }}}}{text}{{{{ end }}}}"
 
 
 if __name__ == "__main__":

@@ -91,6 +91,37 @@ def test_values_change_what_they_name_and_nothing_else(tmp_path: Path) -> None:
 
 
 @with_helm
+def test_numbers_and_switches_reach_services_as_they_were_written(tmp_path: Path) -> None:
+    written("prod-gpu", tmp_path)
+    given = {"A": 10000000, "B": 0.5, "C": True, "D": "0x1", "E": ""}
+    (tmp_path / "ours.yaml").write_text(
+        yaml.safe_dump({"settings": given, "worker": {"env": given}})
+    )
+    made = rendered(tmp_path, "--values", str(tmp_path / "ours.yaml"))
+    wanted = {"A": "10000000", "B": "0.5", "C": "true", "D": "0x1", "E": ""}
+    assert made["ConfigMap", "loraplex"]["data"].items() >= wanted.items()
+    [worker] = made["Deployment", "worker"]["spec"]["template"]["spec"]["containers"]
+    assert {each["name"]: each.get("value") for each in worker["env"]}.items() >= wanted.items()
+
+
+@with_helm
+@pytest.mark.parametrize(
+    ("value", "named"),
+    [
+        ("setting.LORAPLEX_AUTH=keys", "'setting' not allowed"),
+        ("worker.replica=3", "'replica' not allowed"),
+        ("worker.maxReplicas=many", "/worker/maxReplicas"),
+    ],
+)
+def test_a_value_that_the_chart_does_not_have_is_refused_by_name(
+    value: str, named: str, tmp_path: Path
+) -> None:
+    written("prod-gpu", tmp_path)
+    with pytest.raises(AssertionError, match=named):
+        rendered(tmp_path, "--set", value)
+
+
+@with_helm
 def test_another_namespace_reaches_every_object(tmp_path: Path) -> None:
     written("prod-cpu", tmp_path)
     documents = rendered(tmp_path, "--namespace", "elsewhere").values()
