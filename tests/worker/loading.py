@@ -6,7 +6,7 @@ read each an image of their own, which has to lie there.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -33,6 +33,11 @@ def in_blocks(runner: TorchRunner, num_pages: int, blocks: Sequence[int]) -> Ext
     return Extents(num_pages, tuple(blocks[b // size] * size + b % size for b in begins))
 
 
+def taken(free: list[int], count: int) -> list[int]:
+    """So many of the free blocks, which are free no longer."""
+    return [free.pop() for _ in range(count)]
+
+
 def adapter_blocks(runner: TorchRunner, folder: Path) -> int:
     """Blocks that the adapter in a folder needs."""
     return blocks_of(runner, adapter_pages(runner, folder))
@@ -46,14 +51,19 @@ def adapter_pages(runner: TorchRunner, folder: Path) -> int:
 
 
 @torch.inference_mode()
-def load_adapter(runner: TorchRunner, slot: int, folder: Path, blocks: Sequence[int]) -> None:
-    """Enter the adapter in a folder under `slot`, in `blocks`. Raises as packing does."""
+def load_adapter(
+    runner: TorchRunner, slot: int, folder: Path, take: Callable[[int], Sequence[int]]
+) -> None:
+    """Enter the adapter in a folder under `slot`, in the blocks that `take` gives when it is told
+    how many they must be. Raises as packing does."""
     if runner._followers is not None:
-        extents = in_blocks(runner, adapter_pages(runner, folder), blocks)
+        num_pages = adapter_pages(runner, folder)
+        extents = in_blocks(runner, num_pages, take(blocks_of(runner, num_pages)))
         runner.enter_adapter(slot, runner.copy_adapter(folder, extents).result())
         return
     image = runner._adapters._packer.pack(folder)
-    _, first_pages = in_blocks(runner, image.index.num_pages, blocks)
+    num_pages = image.index.num_pages
+    _, first_pages = in_blocks(runner, num_pages, take(blocks_of(runner, num_pages)))
     runner._adapters._fill(folder, image, first_pages, 0.0)
     runner.enter_adapter(slot, copied_image(folder, image.index, first_pages))
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from loraplex.api.sampling import SamplingParams
@@ -21,7 +22,7 @@ from loraplex_services.worker.types.step_plan import (
     StepPlan,
     batch_order,
 )
-from tests.worker.loading import adapter_blocks, load_adapter
+from tests.worker.loading import load_adapter, taken
 
 
 @dataclass(slots=True)
@@ -51,12 +52,11 @@ class Driver:
         self._rng = random.Random(0)
         self._free = list(range(runner.arena_blocks))
         self._rng.shuffle(self._free)
-        self._poison(self._free)
+        runner.arena.data.fill_(0xFF)
 
     def load(self, slot: int, folder: Path) -> None:
         """Load an adapter into scattered blocks."""
-        blocks = [self._free.pop() for _ in range(adapter_blocks(self.runner, folder))]
-        load_adapter(self.runner, slot, folder, blocks)
+        load_adapter(self.runner, slot, folder, partial(taken, self._free))
 
     def run(
         self, jobs: Sequence[Job], *, chunk: int = 1000, overlaps: bool = False

@@ -1,6 +1,7 @@
 """AdapterLoader: bytes go where they belong, tables hold views, failures leave no trace."""
 
 import random
+from functools import partial
 
 import pytest
 import torch
@@ -56,7 +57,7 @@ def table_of(runner):
 @pytest.mark.parametrize("feature", FEATURES)
 def test_only_the_given_blocks_are_written(runner, folders, feature):
     blocks = scattered(runner, adapter_blocks(runner, folders[feature]))
-    load_adapter(runner, 3, folders[feature], blocks)
+    load_adapter(runner, 3, folders[feature], lambda _: blocks)
     others = [b for b in range(runner.arena_blocks) if b not in set(blocks)]
     assert (runner.arena.data[others] == 0xFF).all()
     assert (runner.arena.data[blocks] != 0xFF).any(dim=1).all()
@@ -65,7 +66,7 @@ def test_only_the_given_blocks_are_written(runner, folders, feature):
 @pytest.mark.parametrize("feature", FEATURES)
 def test_tables_hold_views_of_the_arena(runner, folders, feature):
     blocks = scattered(runner, adapter_blocks(runner, folders[feature]))
-    load_adapter(runner, 3, folders[feature], blocks)
+    load_adapter(runner, 3, folders[feature], lambda _: blocks)
     begin = runner.arena.data.data_ptr()
     tiles = [tile for delta in table_of(runner).values() for tile in tiles_of(delta)]
     assert tiles
@@ -83,7 +84,7 @@ def test_a_damaged_file_enters_nothing(runner, folders, tmp_path):
     tensors = tmp_path / "adapter_model.safetensors"
     tensors.write_bytes(tensors.read_bytes()[:-100])
     with pytest.raises(InvalidAdapter, match=r"adapter_model\.safetensors|cut|[Hh]eader"):
-        load_adapter(runner, 0, tmp_path, [])
+        load_adapter(runner, 0, tmp_path, range)
     assert not table_of(runner)
 
 
@@ -92,16 +93,12 @@ def test_equal_copies_of_the_base_cost_no_rows(runner, folders):
     assert "base_model.model.model.embed_tokens.base_layer.weight" in load_file(
         folders["embedding"] / "adapter_model.safetensors"
     )
-    load_adapter(
-        runner, 0, folders["embedding"], range(adapter_blocks(runner, folders["embedding"]))
-    )
+    load_adapter(runner, 0, folders["embedding"], range)
     assert all(delta.row_ids is None for delta in table_of(runner).values())
 
 
 def test_single_trained_rows_are_kept_alone(runner, folders):
-    load_adapter(
-        runner, 0, folders["token-rows"], range(adapter_blocks(runner, folders["token-rows"]))
-    )
+    load_adapter(runner, 0, folders["token-rows"], range)
     found = [d.row_ids.tolist() for d in table_of(runner).values() if d.row_ids is not None]
     assert found == [[3, 7, 200, 299]]
 
@@ -141,7 +138,7 @@ def test_records_made_at_packing_say_what_the_views_say(base, folders, feature):
         lora_dtype=lora_dtype,
     )
     folder = folders["rank-64-all-linear" if feature == "int8" else feature]
-    load_adapter(runner, 3, folder, scattered(runner, adapter_blocks(runner, folder)))
+    load_adapter(runner, 3, folder, partial(scattered, runner))
     adapter = table_of(runner).adapter(3)
     sites = runner.layout.sites
     builder = RecordBuilder([part for parts in site_parts(sites) for part in parts])

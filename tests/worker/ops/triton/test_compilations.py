@@ -1,6 +1,7 @@
 """After the start of a runner no step waits for a compiler, whatever comes."""
 
 import random
+from functools import partial
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from loraplex.api.sampling import SamplingParams
 from loraplex_services.worker.runner.building import build_runner
 from loraplex_services.worker.types.request import Request
 from loraplex_services.worker.types.step_plan import PlannedRow, StepPlan, batch_order
-from tests.worker.loading import HOST_CACHE_BYTES, adapter_blocks, load_adapter
+from tests.worker.loading import HOST_CACHE_BYTES, load_adapter, taken
 from tests.worker.ops.triton.compilations import counted_compilations
 from tests.worker.ops.triton.conftest import INTERPRETING
 from tests.worker.tiny import LINEARS, VOCAB, write_adapter, write_base
@@ -106,8 +107,7 @@ class Steps:
         for slot, rank in enumerate(RANKS):
             targets = ALL_LINEAR if slot % 2 else ("q_proj", "v_proj")
             folder = write_adapter(root / f"r{rank}", seed=rank, rank=rank, targets=targets)
-            blocks = [self._free.pop() for _ in range(adapter_blocks(self.runner, folder))]
-            load_adapter(self.runner, slot, folder, blocks)
+            load_adapter(self.runner, slot, folder, partial(taken, self._free))
 
     def request(self, num_prompt, num_computed, sampling):
         """A request and its blocks; with `num_computed` of its prompt's tokens in the cache."""

@@ -2,12 +2,13 @@
 
 import json
 import random
+from functools import partial
 
 from loraplex.api.sampling import SamplingParams
 from loraplex_services.worker.runner.building import build_runner
 from loraplex_services.worker.types.request import Request
 from loraplex_services.worker.types.step_plan import PlannedRow, StepPlan
-from tests.worker.loading import adapter_blocks, load_adapter
+from tests.worker.loading import load_adapter, taken
 from tests.worker.tiny import write_adapter, write_base
 
 NUM_STEPS = 5
@@ -19,8 +20,7 @@ def outputs_of(root, backend, device):
     settings = {"arena_bytes": 1 << 20, "max_resident": 2, "attention_backend": backend}
     runner = build_runner(root / "base", device=device.type, dtype="float32", **settings)
     free = list(range(runner.arena_blocks))
-    num_blocks = adapter_blocks(runner, root / "adapter")
-    load_adapter(runner, 0, root / "adapter", [free.pop() for _ in range(num_blocks)])
+    load_adapter(runner, 0, root / "adapter", partial(taken, free))
     rng = random.Random(0)
     requests = {}
     for num_prompt, slots in ((62, ((0, 1.0),)), (9, ())):

@@ -1,5 +1,7 @@
 """Steps that compute prompts over static inputs, against eager ones."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -10,7 +12,7 @@ from loraplex_services.worker.runner.cuda_graphs import forward_static
 from loraplex_services.worker.runner.graph_inputs import MAX_CONTEXTS, mixed_kind
 from loraplex_services.worker.types.request import Request
 from loraplex_services.worker.types.step_plan import PlannedRow, StepPlan
-from tests.worker.loading import HOST_CACHE_BYTES, adapter_blocks, load_adapter
+from tests.worker.loading import HOST_CACHE_BYTES, load_adapter, taken
 from tests.worker.ops.triton.conftest import INTERPRETING
 from tests.worker.ops.triton.test_runner import AsksNobody
 from tests.worker.tiny import write_adapter, write_base
@@ -33,8 +35,7 @@ def runner(tmp_path_factory):
         max_lora_rank=32,
     )
     FREE_BLOCKS.extend(range(made.arena_blocks))
-    blocks = [FREE_BLOCKS.pop() for _ in range(adapter_blocks(made, adapter))]
-    load_adapter(made, 0, adapter, blocks)
+    load_adapter(made, 0, adapter, partial(taken, FREE_BLOCKS))
     return made
 
 

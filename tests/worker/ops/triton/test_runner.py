@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -27,10 +28,11 @@ from loraplex_services.worker.types.runner_settings import RunnerSettings
 from loraplex_services.worker.types.step_plan import PlannedRow, StepPlan
 from tests.worker.loading import (
     HOST_CACHE_BYTES,
-    adapter_blocks,
+    blocks_of,
     copied_image,
     in_blocks,
     load_adapter,
+    taken,
 )
 from tests.worker.ops.triton.conftest import INTERPRETING
 from tests.worker.tiny import write_adapter, write_base
@@ -63,9 +65,7 @@ def make_runner(folders, device, backend, kept="auto"):
     )
     free = list(range(runner.arena_blocks))
     for slot, folder in enumerate(adapters):
-        load_adapter(
-            runner, slot, folder, [free.pop() for _ in range(adapter_blocks(runner, folder))]
-        )
+        load_adapter(runner, slot, folder, partial(taken, free))
     return runner, free
 
 
@@ -203,9 +203,9 @@ def test_no_byte_of_an_adapter_being_copied_is_read_before_its_copy_ends(folders
     runner, free = kernel_runner
     folder, slot = folders[1][1], 2
     index = runner._adapters._packer.pack(folder).index
-    blocks = [free.pop() for _ in range(adapter_blocks(runner, folder))]
+    blocks = taken(free, blocks_of(runner, index.num_pages))
     _, positions = in_blocks(runner, index.num_pages, blocks)
-    load_adapter(runner, slot, folder, blocks)
+    load_adapter(runner, slot, folder, lambda _: blocks)
     request = Request("being-copied", PROMPTS[2], SamplingParams(max_tokens=4, seed=1))
     request.block_tables = [[free.pop(), free.pop()] for _ in runner.kv_group_windows]
     row = PlannedRow(request, 0, len(PROMPTS[2]), True, ((slot, 1.0),))

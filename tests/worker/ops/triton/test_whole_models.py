@@ -16,7 +16,7 @@ from loraplex.api.sampling import SamplingParams
 from loraplex_services.worker.runner.building import build_runner
 from loraplex_services.worker.types.request import Request
 from loraplex_services.worker.types.step_plan import PlannedRow, StepPlan, batch_order
-from tests.worker.loading import HOST_CACHE_BYTES, adapter_blocks, load_adapter
+from tests.worker.loading import HOST_CACHE_BYTES, load_adapter
 from tests.worker.ops.triton.conftest import INTERPRETING
 
 DECODE_STEPS = 3
@@ -148,8 +148,7 @@ class Forced:
         self._runner.arena.data.fill_(0xFF)  # NaN wherever nothing is written
         self._free = list(range(self._runner.arena_blocks))
         for slot, folder in enumerate(adapters):
-            blocks = self._blocks(adapter_blocks(self._runner, folder))
-            load_adapter(self._runner, slot, folder, blocks)
+            load_adapter(self._runner, slot, folder, self._blocks)
         self._requests = []
 
     def _blocks(self, count):
