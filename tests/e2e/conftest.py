@@ -16,7 +16,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.e2e)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     lora_root = tmp_path_factory.mktemp("lora-root")
     shutil.copytree(DEMO / "adapters", lora_root, dirs_exist_ok=True)
