@@ -107,7 +107,11 @@ def kernel_runner(folders):
 
 @pytest.mark.parametrize(
     ("kept", "tolerance"),
-    [("auto", 1e-4), ("int8", 0.02), pytest.param("fp8", 0.2, marks=pytest.mark.long)],
+    [
+        ("auto", 1e-4),
+        pytest.param("int8", 0.02, marks=pytest.mark.long),
+        pytest.param("fp8", 0.2, marks=pytest.mark.long),
+    ],
 )
 def test_tokens_and_static_batches_equal_those_of_torch(
     folders, kernel_runner, device, kept, tolerance
