@@ -88,7 +88,8 @@ def expected_row(row: list[float], request: Request) -> list[float]:
         row[token] = -INF
     if p.bad_sequences:
         forbid = NoBadWordsLogitsProcessor([list(sequence) for sequence in p.bad_sequences])
-        ids = torch.tensor([seen], dtype=torch.int64)
+        # transformers 5.17 looks for a sequence behind the first token only.
+        ids = torch.tensor([[VOCAB, *seen]], dtype=torch.int64)
         row = forbid(ids, torch.tensor([row], dtype=torch.float64))[0].tolist()
     return row
 
