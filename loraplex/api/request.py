@@ -73,7 +73,7 @@ class UpdatePolicy(enum.StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class AskedAdapter:
+class RequestedAdapter:
     """One adapter of a request as the caller names it."""
 
     ref: str
@@ -90,7 +90,7 @@ class GenerateRequest:
     model: str
     prompt: Prompt
     sampling: Sampling = field(default_factory=Sampling)
-    adapters: tuple[AskedAdapter, ...] = ()
+    adapters: tuple[RequestedAdapter, ...] = ()
     """Several, to be combined; `model` is then the base."""
     request_id: str = ""
     """The gateway makes one if it is empty."""

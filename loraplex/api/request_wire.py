@@ -15,11 +15,11 @@ from loraplex.api.fields import field_names
 from loraplex.api.pooling import Pooling
 from loraplex.api.request import (
     AdapterSet,
-    AskedAdapter,
     ChatPrompt,
     GenerateRequest,
     KeptPrefix,
     Prompt,
+    RequestedAdapter,
     TextPrompt,
     TokenPrompt,
     UpdatePolicy,
@@ -104,7 +104,7 @@ def generate_request_to_proto(request: GenerateRequest) -> inference_pb2.Generat
                 message.sampling.CopyFrom(sampling_to_proto(value))
             case UpdatePolicy():
                 message.on_update = _UPDATE_POLICIES[value]
-            case (AskedAdapter(), *_):
+            case (RequestedAdapter(), *_):
                 message.adapters.extend(
                     inference_pb2.WeightedAdapter(ref=each.ref, weight=each.weight)
                     for each in value
@@ -187,9 +187,11 @@ def _put(message: Message, name: str, value: object) -> None:
         raise InvalidRequest.field(name, value, "is out of range or of another type") from None
 
 
-def _asked_adapters(messages: Iterable[inference_pb2.WeightedAdapter]) -> tuple[AskedAdapter, ...]:
+def _requested_adapters(
+    messages: Iterable[inference_pb2.WeightedAdapter],
+) -> tuple[RequestedAdapter, ...]:
     return tuple(
-        AskedAdapter(each.ref, each.weight if each.HasField("weight") else None)
+        RequestedAdapter(each.ref, each.weight if each.HasField("weight") else None)
         for each in messages
     )
 
@@ -220,7 +222,7 @@ def _update_policy(number: inference_pb2.UpdatePolicy) -> UpdatePolicy:
 
 _GENERATE_READERS: dict[str, Callable[[Any], object]] = {
     "sampling": sampling_from_proto,
-    "adapters": _asked_adapters,
+    "adapters": _requested_adapters,
     "on_update": _update_policy,
 }
 _WORKER_READERS: dict[str, Callable[[Any], object]] = {

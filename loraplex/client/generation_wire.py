@@ -6,7 +6,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from loraplex.api.output import ServedBy, Timings, Usage
-from loraplex.api.request import AskedAdapter, ChatPrompt, GenerateRequest, TextPrompt, TokenPrompt
+from loraplex.api.request import (
+    ChatPrompt,
+    GenerateRequest,
+    RequestedAdapter,
+    TextPrompt,
+    TokenPrompt,
+)
 from loraplex.api.request_wire import generate_request_from_proto, generate_request_to_proto
 from loraplex.api.sampling import Sampling
 from loraplex.api.wire import (
@@ -45,9 +51,9 @@ def generate_request(
     Raises:
         InvalidRequest: the prompt mixes forms, or the wire cannot carry a value.
     """
-    asked = tuple(AskedAdapter(ref, weight) for ref, weight in (adapters or {}).items())
+    requested = tuple(RequestedAdapter(ref, weight) for ref, weight in (adapters or {}).items())
     request = GenerateRequest(
-        model=model, prompt=to_prompt(prompt), sampling=sampling, adapters=asked, **others
+        model=model, prompt=to_prompt(prompt), sampling=sampling, adapters=requested, **others
     )
     return generate_request_to_proto(request)
 

@@ -76,7 +76,7 @@ class SimulatedWorker:
         """Prompt tokens of those without a first token."""
         self._unstarted_tokens = 0
         """Their sum."""
-        self._asked: frozenset[str] = frozenset()
+        self._requested: frozenset[str] = frozenset()
         """Adapters of those in flight."""
         self._output: StepOutput | None = None
         """Output of the current step."""
@@ -86,7 +86,7 @@ class SimulatedWorker:
         """Deliver a request at `moment_s`, fetching what adapters it needs (rank by digest)."""
         request = command.request
         self._in_flight[request.request_id] = request.adapters.digests
-        self._asked |= set(request.adapters.digests)
+        self._requested |= set(request.adapters.digests)
         self._unstarted[request.request_id] = len(request.prompt_ids)
         self._unstarted_tokens += len(request.prompt_ids)
         self._view = None
@@ -162,7 +162,7 @@ class SimulatedWorker:
     def _forget(self, request_id: str) -> None:
         self._unstarted_tokens -= self._unstarted.pop(request_id, 0)
         del self._in_flight[request_id]
-        self._asked = frozenset(itertools.chain.from_iterable(self._in_flight.values()))
+        self._requested = frozenset(itertools.chain.from_iterable(self._in_flight.values()))
 
     def view(self) -> WorkerView:
         """The view of a gateway that is informed of every step immediately."""
@@ -177,6 +177,6 @@ class SimulatedWorker:
                 adapters=self._residency,
                 in_flight=len(self._in_flight),
                 in_flight_tokens=self._unstarted_tokens,
-                asked=self._asked,
+                requested=self._requested,
             )
         return self._view

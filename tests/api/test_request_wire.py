@@ -10,11 +10,11 @@ from loraplex.api.fields import shared_fields
 from loraplex.api.pooling import Pooling
 from loraplex.api.request import (
     AdapterSet,
-    AskedAdapter,
     ChatPrompt,
     GenerateRequest,
     KeptPrefix,
     Prompt,
+    RequestedAdapter,
     TextPrompt,
     TokenPrompt,
     UpdatePolicy,
@@ -35,7 +35,7 @@ ASKED = GenerateRequest(
     model="base",
     prompt=TextPrompt("x"),
     sampling=Sampling(max_tokens=3, temperature=0.0),
-    adapters=(AskedAdapter("a", 0.5), AskedAdapter("b")),
+    adapters=(RequestedAdapter("a", 0.5), RequestedAdapter("b")),
     request_id="r",
     cache_salt="s",
     priority=-2,

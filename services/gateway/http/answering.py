@@ -91,7 +91,7 @@ class Answering:
         """The answer with all choices. A large one is formatted in a thread."""
         sampling = info.call.calls[0].sampling
         has_logprobs = sampling.logprobs is not None or sampling.prompt_logprobs is not None
-        is_large = has_logprobs or info.call.routing.start is not None
+        is_large = has_logprobs or info.call.experts.start is not None
         num_deltas = sum(choice.num_deltas for choice in choices)
         if not is_large and num_deltas <= _MAX_DELTAS_AT_ONCE:
             return json_response(formatter.full_body([c.sum() for c in choices]), info.headers())

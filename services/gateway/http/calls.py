@@ -7,7 +7,7 @@ from typing import Any
 
 from starlette.requests import Request
 
-from loraplex.api.request import AskedAdapter, ChatPrompt, Prompt, UpdatePolicy
+from loraplex.api.request import ChatPrompt, Prompt, RequestedAdapter, UpdatePolicy
 from loraplex.api.sampling import Grammar, Sampling
 from loraplex.errors import InvalidRequest, Unsupported
 from loraplex_services.common.callers import Caller
@@ -23,7 +23,7 @@ from loraplex_services.gateway.http.prompts import (
     parse_conversation,
     parse_prompts,
 )
-from loraplex_services.gateway.http.routing import RoutingAsked, read_routing
+from loraplex_services.gateway.http.routed_experts import ExpertsRequest, read_experts_request
 from loraplex_services.gateway.http.tool_choice import read_tools
 from loraplex_services.gateway.registry.keyring import runs_all_adapters
 from loraplex_services.gateway.request import GenerateCall, beginning_hash
@@ -31,7 +31,7 @@ from loraplex_services.gateway.tools.thought_budget import FIELD as BUDGET
 from loraplex_services.gateway.tools.tool_use import ToolUse
 
 COMPLETION_FIELDS = {"scale": "lora_scale"}
-NO_ROUTING = RoutingAsked()
+NO_EXPERTS = ExpertsRequest()
 CHAT_FIELDS = {"scale": "lora_scale", "prompt": "messages", "logprobs": "top_logprobs"}
 """The names that callers use for our fields."""
 _SPLIT_KEY = "x-loraplex-split-key"
@@ -88,7 +88,7 @@ class OpenAICall:
     """False drops thoughts from the answer."""
     thinking_budget: int | None = None
     """Most tokens of a thought; None = as many as the answer may have."""
-    routing: RoutingAsked = NO_ROUTING
+    experts: ExpertsRequest = NO_EXPERTS
 
 
 def parse_completion(fields: dict[str, Any], origin: Origin) -> OpenAICall:
@@ -96,13 +96,13 @@ def parse_completion(fields: dict[str, Any], origin: Origin) -> OpenAICall:
     body = Body(fields)
     special = body.flag("add_special_tokens", default=True)
     prompts = parse_prompts("prompt", body.raw("prompt", PROMPTS), special)
-    asked = read_sampling(
+    sampling = read_sampling(
         body, max_tokens=body.integer("max_tokens"), logprobs=body.count("logprobs")
     )
-    if (best_of := body.integer("best_of")) not in (None, 1, asked.n):
+    if (best_of := body.integer("best_of")) not in (None, 1, sampling.n):
         raise Unsupported.field("best_of", best_of, "only best_of equal to n is served")
-    routing = read_routing(body)
-    return call_of(body, fields, origin, prompts, asked, is_chat=False, routing=routing)
+    experts = read_experts_request(body)
+    return call_of(body, fields, origin, prompts, sampling, is_chat=False, experts=experts)
 
 
 def parse_chat(fields: dict[str, Any], origin: Origin) -> OpenAICall:
@@ -119,20 +119,20 @@ def parse_chat(fields: dict[str, Any], origin: Origin) -> OpenAICall:
             raise InvalidRequest.field("top_logprobs", top, "needs logprobs: true")
         top = None
     logprobs = (top or 0) if wants_logprobs else None
-    asked = read_sampling(
+    sampling = read_sampling(
         body, max_tokens=limit if limit is not None else max_tokens, logprobs=logprobs
     )
-    if asked.echo:
+    if sampling.echo:
         raise Unsupported.field("echo", True, "only completions can echo the prompt")
     call = call_of(
         body,
         fields,
         origin,
         [prompt],
-        asked,
+        sampling,
         is_chat=True,
         must_call=tool_use.must_call,
-        routing=read_routing(body),
+        experts=read_experts_request(body),
     )
     if budget is not None and call.grammar is not None:
         why = "answers in a format have no thought; leave one of both out"
@@ -162,30 +162,30 @@ def call_of(
     fields: dict[str, Any],
     origin: Origin,
     prompts: list[Prompt],
-    asked: Sampling,
+    sampling: Sampling,
     *,
     is_chat: bool,
     must_call: bool = False,
-    routing: RoutingAsked,
+    experts: ExpertsRequest,
 ) -> OpenAICall:
     """The common part of all calls that generate. Raises: InvalidRequest, Unsupported."""
     model = model_of(body)
     origin = replace(origin, request_id=body.text("request_id") or origin.request_id)
     stream = body.flag("stream")
-    _check_sequences(len(prompts), asked.n or 1)
+    _check_sequences(len(prompts), sampling.n or 1)
     include_usage, continuous_usage = _stream_options(body.inner("stream_options"), stream)
-    if stream and asked.prompt_logprobs is not None:
+    if stream and sampling.prompt_logprobs is not None:
         raise Unsupported.field(
             "prompt_logprobs",
-            asked.prompt_logprobs,
+            sampling.prompt_logprobs,
             "are not available in streams; leave out stream",
         )
-    routing.check_stream(stream)
+    experts.check_stream(stream)
     return_token_ids = body.flag("return_token_ids")
     tokens_as_ids = body.flag("return_tokens_as_token_ids")
     grammar, grammar_field = _answer_grammar(body, prompts[0], must_call=must_call)
-    first = _first_call(body, origin, model, prompts[0], replace(asked, grammar=grammar))
-    first = replace(first, routed_from=routing.start)
+    first = _first_call(body, origin, model, prompts[0], replace(sampling, grammar=grammar))
+    first = replace(first, routed_from=experts.start)
     body.finish()
     calls = tuple(
         replace(
@@ -197,7 +197,7 @@ def call_of(
         for index, prompt in enumerate(prompts)
     )
     names = {**(CHAT_FIELDS if is_chat else COMPLETION_FIELDS), "grammar": grammar_field}
-    names["routed_from"] = routing.name
+    names["routed_from"] = experts.name
     return OpenAICall(
         origin.request_id,
         model,
@@ -210,7 +210,7 @@ def call_of(
         names,
         grammar=grammar,
         tokens_as_ids=tokens_as_ids,
-        routing=routing,
+        experts=experts,
     )
 
 
@@ -223,7 +223,7 @@ def model_of(body: Body) -> str:
 
 
 def _first_call(
-    body: Body, origin: Origin, model: str, prompt: Prompt, asked: Sampling
+    body: Body, origin: Origin, model: str, prompt: Prompt, sampling: Sampling
 ) -> GenerateCall:
     """The call of one prompt; those of others differ by prompt, id and split key."""
     priority = body.integer("priority") or 0
@@ -236,7 +236,7 @@ def _first_call(
         runs_all=origin.runs_all,
         model=model,
         prompt=prompt,
-        sampling=asked,
+        sampling=sampling,
         adapters=_adapters(body.raw("adapters", {"type": "array"})),
         cache_salt=body.text("cache_salt") or "",
         priority=priority,
@@ -292,7 +292,7 @@ def read_sampling(body: Body, *, max_tokens: int | None, logprobs: int | None) -
     )
 
 
-def _adapters(value: Any) -> tuple[AskedAdapter, ...]:
+def _adapters(value: Any) -> tuple[RequestedAdapter, ...]:
     if value is None:
         return ()
     if not isinstance(value, list):
@@ -300,7 +300,7 @@ def _adapters(value: Any) -> tuple[AskedAdapter, ...]:
     return tuple(_adapter(item, f"adapters[{index}]") for index, item in enumerate(value))
 
 
-def _adapter(item: Any, field: str) -> AskedAdapter:
+def _adapter(item: Any, field: str) -> RequestedAdapter:
     if not isinstance(item, dict):
         raise bad_type(field, item, "an object with ref and weight")
     body = Body(item, f"{field}.")
@@ -308,7 +308,7 @@ def _adapter(item: Any, field: str) -> AskedAdapter:
     if not ref:
         raise InvalidRequest.field(f"{field}.ref", "", "name an adapter")
     body.finish()
-    return AskedAdapter(ref, weight)
+    return RequestedAdapter(ref, weight)
 
 
 def _check_sequences(num_prompts: int, num_choices: int) -> None:

@@ -24,7 +24,7 @@ from loraplex_services.gateway.http.logprobs import (
     chat_logprobs,
     prompt_logprob_maps,
 )
-from loraplex_services.gateway.http.routing import RoutedField, routed_field
+from loraplex_services.gateway.http.routed_experts import RoutedField, routed_field
 from loraplex_services.gateway.request import TextDelta
 from loraplex_services.gateway.tools.reader import Delta, ToolCall
 
@@ -170,7 +170,7 @@ class ChatFormatter(Formatter):
             "stop_reason": text_delta.stop_reason,
             **token_id_fields(self._info, text_delta, with_prompt=with_prompt),
             **self._info.weights(text_delta.index, spans),
-            **routed_field(self._info.call.routing, text_delta.routed_experts),
+            **routed_field(self._info.call.experts, text_delta.routed_experts),
         }
 
     def _finish_reason(self, text_delta: TextDelta) -> str | None:

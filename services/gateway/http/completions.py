@@ -25,7 +25,7 @@ from loraplex_services.gateway.http.logprobs import (
     prompt_logprob_maps,
     prompt_logprobs,
 )
-from loraplex_services.gateway.http.routing import RoutedField, routed_field
+from loraplex_services.gateway.http.routed_experts import RoutedField, routed_field
 from loraplex_services.gateway.request import TextDelta
 
 
@@ -93,7 +93,7 @@ class CompletionFormatter(Formatter):
         choice = self._choice(text_delta, is_first=True)
         prepared = self._info.of_choice(text_delta.index)
         choice["prompt_logprobs"] = prompt_logprob_maps(prepared, text_delta.prompt_logprobs)
-        routed = routed_field(self._info.call.routing, text_delta.routed_experts)
+        routed = routed_field(self._info.call.experts, text_delta.routed_experts)
         return {**choice, **self._info.weights(text_delta.index, text_delta.spans), **routed}
 
     def _choice(self, text_delta: TextDelta, *, is_first: bool) -> CompletionChoice:

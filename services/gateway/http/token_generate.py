@@ -23,7 +23,11 @@ from loraplex_services.gateway.http.logprobs import (
     finite,
     prompt_logprob_maps,
 )
-from loraplex_services.gateway.http.routing import RoutedField, read_routing, routed_field
+from loraplex_services.gateway.http.routed_experts import (
+    RoutedField,
+    read_experts_request,
+    routed_field,
+)
 from loraplex_services.gateway.request import TextDelta
 
 _PREFIX = "sampling_params."
@@ -44,15 +48,15 @@ def parse_generate(fields: dict[str, Any], origin: Origin) -> OpenAICall:
     options = Body(params, _PREFIX)
     for name in _OF_VLLM_S_ENGINE:
         options.raw(name)
-    asked = read_sampling(
+    sampling = read_sampling(
         options, max_tokens=options.integer("max_tokens"), logprobs=options.count("logprobs")
     )
-    if asked.echo:
+    if sampling.echo:
         raise Unsupported.field(_PREFIX + "echo", True, "prompt_logprobs cover the prompt")
-    routing = read_routing(options)
+    experts = read_experts_request(options)
     options.finish()
     prompts: list[Prompt] = [TokenPrompt(ids)]
-    call = call_of(body, fields, origin, prompts, asked, is_chat=False, routing=routing)
+    call = call_of(body, fields, origin, prompts, sampling, is_chat=False, experts=experts)
     names = {name: _PREFIX + name for name in params}
     return replace(call, field_names={**call.field_names, **names, "prompt": "token_ids"})
 
@@ -119,16 +123,16 @@ class GenerateFormatter(Formatter):
         }
 
     def _choice(self, text_delta: TextDelta) -> TokenChoice:
-        asked = self._info.of_choice(text_delta.index).call.sampling.logprobs
+        num_top = self._info.of_choice(text_delta.index).call.sampling.logprobs
         entries = [_entry(entry) for entry in text_delta.logprobs]
         return {
             "index": text_delta.index,
-            "logprobs": None if asked is None else {"content": entries},
+            "logprobs": None if num_top is None else {"content": entries},
             "finish_reason": text_delta.finish_reason,
             "stop_reason": text_delta.stop_reason,
             "token_ids": list(text_delta.token_ids),
             **self._info.weights(text_delta.index, text_delta.spans),
-            **routed_field(self._info.call.routing, text_delta.routed_experts),
+            **routed_field(self._info.call.experts, text_delta.routed_experts),
         }
 
 

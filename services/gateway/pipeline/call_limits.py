@@ -49,7 +49,7 @@ def truncation_of(call: GenerateCall, model: ServedModel) -> Truncation | None:
     return Truncation(max(1, model.max_model_len - (num_output or 1)), keeps_end=True)
 
 
-def check_routing(
+def check_experts(
     call: GenerateCall, model: ServedModel, num_prompt_tokens: int, num_choices: int
 ) -> None:
     """Whether the experts of each token can be returned. Raises: InvalidRequest."""

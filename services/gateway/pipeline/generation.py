@@ -25,7 +25,7 @@ from loraplex_services.gateway.metrics import (
 from loraplex_services.gateway.pipeline.admitting import Admitting
 from loraplex_services.gateway.pipeline.call_limits import (
     check_call,
-    check_routing,
+    check_experts,
     truncation_of,
 )
 from loraplex_services.gateway.pipeline.choice_text import ChoiceText
@@ -144,7 +144,7 @@ class Generation:
             fills_context=isinstance(call.prompt, ChatPrompt),
             draw_seed=self._draw_seed,
         )
-        check_routing(call, model, len(prompt_ids), resolved.num_choices)
+        check_experts(call, model, len(prompt_ids), resolved.num_choices)
         target = scaled(target, resolved.scale)
         timeout_s = min(call.timeout_s or self._max_request_s, self._max_request_s)
         return PreparedRequest(

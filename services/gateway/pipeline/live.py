@@ -176,15 +176,15 @@ class LiveRequests:
     def abort(self, tenant: str, request_ids: Collection[str]) -> int:
         """End the requests of a tenant that have these ids, with the output so far; returns their
         number."""
-        asked = [
+        found = [
             live
             for live in self._live | self._held_up
             if live.prepared.call.tenant == tenant and live.prepared.call.request_id in request_ids
         ]
-        for live in asked:
+        for live in found:
             live.steering.abort()
             live.resumed.set()
-        return len(asked)
+        return len(found)
 
     def _is_paused(self, live: LiveRequest) -> bool:
         return any(scope in self._paused for scope in live.scopes)
@@ -310,7 +310,7 @@ def check_update_policy(call: GenerateCall, target: Target) -> None:
     """Raises: InvalidRequest if a request is to follow and names no tag, or not only tags."""
     if call.on_update is UpdatePolicy.FINISH:
         return
-    refs = [asked.ref for asked in call.adapters] or [call.model]
+    refs = [each.ref for each in call.adapters] or [call.model]
     if not target.adapters or any(parse_ref(ref, call.tenant).tag is None for ref in refs):
         raise InvalidRequest.field(
             "on_update", call.on_update, "only a tag can be followed: name NAME or NAME:TAG"

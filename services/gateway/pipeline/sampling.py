@@ -51,7 +51,7 @@ class ResolvedSampling:
 
 
 def resolve(
-    asked: Sampling,
+    requested: Sampling,
     base: ServedModel,
     num_prompt_tokens: int,
     bad_words: Iterable[tuple[int, ...]] = (),
@@ -62,35 +62,35 @@ def resolve(
     """Check every field and fill in what is unset.
 
     Args:
-        bad_words: the tokens of `asked.bad_words`, which were checked before.
+        bad_words: the tokens of `requested.bad_words`, which were checked before.
         fills_context: chat: without max_tokens the rest of the context may be generated.
-        draw_seed: gives the seed, in 0..2**64-1, when none was asked for.
+        draw_seed: gives the seed, in 0..2**64-1, when the request has none.
 
     Raises: InvalidRequest.
     """
-    check_grammar(asked.grammar)
-    max_tokens = _max_tokens(asked, base, num_prompt_tokens, fills_context)
+    check_grammar(requested.grammar)
+    max_tokens = _max_tokens(requested, base, num_prompt_tokens, fills_context)
     words = tuple(bad_words)
     _check_word_tokens(words)
-    sampling = _sampling(asked, base, max_tokens, draw_seed, words)
+    sampling = _sampling(requested, base, max_tokens, draw_seed, words)
     if sampling.min_tokens > max_tokens:
         raise InvalidRequest.field(
             "min_tokens", sampling.min_tokens, f"must be at most max_tokens ({max_tokens})"
         )
-    num_choices = _integer("n", asked.n, 1, 1, MAX_CHOICES)
+    num_choices = _integer("n", requested.n, 1, 1, MAX_CHOICES)
     if sampling.prompt_logprobs is not None:
         _check_prompt_logprobs(sampling.prompt_logprobs, num_prompt_tokens, num_choices)
     return ResolvedSampling(
         sampling=sampling,
         text=TextRules(
-            _stops(asked.stop),
-            asked.include_stop_str_in_output,
-            asked.skip_special_tokens is not False,
+            _stops(requested.stop),
+            requested.include_stop_str_in_output,
+            requested.skip_special_tokens is not False,
             sampling.min_tokens,
         ),
         num_choices=num_choices,
-        echo=asked.echo,
-        scale=_within(_SCALES, "scale", 1.0 if asked.scale is None else asked.scale),
+        echo=requested.echo,
+        scale=_within(_SCALES, "scale", 1.0 if requested.scale is None else requested.scale),
         emits_tokens=max_tokens > 0,
     )
 
@@ -149,42 +149,42 @@ def _check_word_tokens(words: Sequence[Sequence[int]]) -> None:
 
 
 def _sampling(
-    asked: Sampling,
+    requested: Sampling,
     base: ServedModel,
     max_tokens: int,
     draw_seed: Callable[[], int],
     bad_words: Sequence[tuple[int, ...]],
 ) -> SamplingParams:
     defaults = base.default_sampling
-    prompt_logprobs = asked.prompt_logprobs
-    if asked.echo and asked.logprobs is not None and prompt_logprobs is None:
-        prompt_logprobs = asked.logprobs
+    prompt_logprobs = requested.prompt_logprobs
+    if requested.echo and requested.logprobs is not None and prompt_logprobs is None:
+        prompt_logprobs = requested.logprobs
     return SamplingParams(
         max_tokens=max(max_tokens, 1),
-        seed=_seed(asked.seed, draw_seed),
-        min_tokens=_integer("min_tokens", asked.min_tokens, 0, 0, _INT32_MAX),
-        top_k=_top_k(asked.top_k, defaults),
-        stop_token_ids=_ids("stop_token_ids", asked.stop_token_ids, base),
-        ignore_eos=asked.ignore_eos,
-        logit_bias=_logit_bias(asked.logit_bias, base),
-        logprobs=_logprobs("logprobs", asked.logprobs, MAX_LOGPROBS),
-        logprob_token_ids=_logprob_token_ids(asked, base),
+        seed=_seed(requested.seed, draw_seed),
+        min_tokens=_integer("min_tokens", requested.min_tokens, 0, 0, _INT32_MAX),
+        top_k=_top_k(requested.top_k, defaults),
+        stop_token_ids=_ids("stop_token_ids", requested.stop_token_ids, base),
+        ignore_eos=requested.ignore_eos,
+        logit_bias=_logit_bias(requested.logit_bias, base),
+        logprobs=_logprobs("logprobs", requested.logprobs, MAX_LOGPROBS),
+        logprob_token_ids=_logprob_token_ids(requested, base),
         prompt_logprobs=_logprobs("prompt_logprobs", prompt_logprobs, MAX_CANDIDATES),
-        allowed_token_ids=_ids("allowed_token_ids", asked.allowed_token_ids, base),
+        allowed_token_ids=_ids("allowed_token_ids", requested.allowed_token_ids, base),
         bad_token_ids=(
-            *_ids("bad_token_ids", asked.bad_token_ids, base),
+            *_ids("bad_token_ids", requested.bad_token_ids, base),
             *(word[0] for word in bad_words if len(word) == 1),
         ),
         bad_sequences=tuple(word for word in bad_words if len(word) > 1),
-        **_numbers(asked, base.default_sampling),
+        **_numbers(requested, base.default_sampling),
     )
 
 
-def _numbers(asked: Sampling, defaults: Mapping[str, float]) -> dict[str, Any]:
+def _numbers(requested: Sampling, defaults: Mapping[str, float]) -> dict[str, Any]:
     """The parameters that have a range."""
     values: dict[str, Any] = {}
     for name, limits in RANGES.items():
-        given = getattr(asked, name)
+        given = getattr(requested, name)
         value = defaults.get(name, _DEFAULTS[name]) if given is None else given
         values[name] = _within(limits, name, value)
     return values
@@ -197,11 +197,11 @@ def _within(limits: Range, field: str, value: float) -> float:
 
 
 def _max_tokens(
-    asked: Sampling, base: ServedModel, num_prompt_tokens: int, fills_context: bool
+    requested: Sampling, base: ServedModel, num_prompt_tokens: int, fills_context: bool
 ) -> int:
     space_left = base.max_model_len - num_prompt_tokens
-    given = asked.max_tokens
-    if given is not None and (given < 0 or (given == 0 and not asked.echo)):
+    given = requested.max_tokens
+    if given is not None and (given < 0 or (given == 0 and not requested.echo)):
         raise InvalidRequest.field(
             "max_tokens", given, "must be at least 1 (0 only together with echo)"
         )
@@ -251,10 +251,10 @@ def _logprobs(field: str, value: int | None, most: int) -> int | None:
     return None if value is None else _integer(field, value, 0, 0, most)
 
 
-def _logprob_token_ids(asked: Sampling, base: ServedModel) -> tuple[int, ...]:
+def _logprob_token_ids(requested: Sampling, base: ServedModel) -> tuple[int, ...]:
     field = "logprob_token_ids"
-    token_ids = _ids(field, asked.logprob_token_ids, base)
-    if token_ids and asked.logprobs is None:
+    token_ids = _ids(field, requested.logprob_token_ids, base)
+    if token_ids and requested.logprobs is None:
         raise InvalidRequest.field(field, len(token_ids), "needs logprobs")
     if len(token_ids) > MAX_LOGPROBS:
         raise InvalidRequest.field(field, len(token_ids), f"at most {MAX_LOGPROBS} token ids")

@@ -115,14 +115,14 @@ class Resolver:
             description = f"at most {MAX_ADAPTERS_PER_REQUEST} adapters in one request"
             raise InvalidRequest.field("adapters", num_adapters, description)
         running = []
-        for index, asked in enumerate(call.adapters):
+        for index, requested in enumerate(call.adapters):
             field = f"adapters[{index}].ref"
-            version = await self._version(asked.ref, call, field, {call.model})
+            version = await self._version(requested.ref, call, field, {call.model})
             if version.base_id != call.model:
                 raise InvalidRequest.field(
-                    field, asked.ref, f"it was made for {version.base_id!r}, not {call.model!r}"
+                    field, requested.ref, f"it was made for {version.base_id!r}, not {call.model!r}"
                 )
-            running.append(_running(version, _weight(asked.weight, index)))
+            running.append(_running(version, _weight(requested.weight, index)))
         return Target(call.model, _merged(running))
 
     async def _version(

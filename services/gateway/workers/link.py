@@ -92,7 +92,7 @@ class WorkerLink:
             "in_flight": session.in_flight,
             "in_flight_tokens": session.in_flight_tokens,
             "stale": session.in_flight > 0 and silent_s > STALE_S,
-            "asked": session.adapters,
+            "requested": session.adapters,
         }
         if self._shown.base is not self._view or self._shown.own != own:
             self._shown = _Shown(self._view, own, replace(self._view, **own))

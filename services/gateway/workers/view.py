@@ -33,7 +33,7 @@ class WorkerView:
     """Requests of this gateway that have not ended."""
     in_flight_tokens: int = 0
     """Prompt tokens of those that have no first token yet."""
-    asked: frozenset[str] = frozenset()
+    requested: frozenset[str] = frozenset()
     """Adapters of those requests: requested, whether or not the worker reports them yet."""
 
     @property
@@ -63,13 +63,13 @@ class WorkerView:
         """The tier of an adapter."""
         found = self.adapters.get(digest)
         tier = found.tier if found is not None else Tier.NONE
-        return max(tier, Tier.LOADING) if digest in self.asked else tier
+        return max(tier, Tier.LOADING) if digest in self.requested else tier
 
     @property
     def num_loading(self) -> int:
         """Adapters that are being loaded onto the device."""
         reported = sum(each.tier is Tier.LOADING for each in self.adapters.values())
-        unreported = (self.adapters.get(digest) for digest in self.asked)
+        unreported = (self.adapters.get(digest) for digest in self.requested)
         return reported + sum(each is None or each.tier < Tier.LOADING for each in unreported)
 
 

@@ -41,8 +41,8 @@ Part = TypeVar("Part", pb.UploadPartRequest, pb.PublishAdapterRequest)
 
 
 @dataclass(frozen=True, slots=True)
-class _AskedUpload:
-    """A publication that a client asks for, and what was read to check it."""
+class _CheckedUpload:
+    """A publication that passed the checks before its bytes, and what was read for them."""
 
     options: Options
     files: tuple[File, ...]
@@ -66,18 +66,18 @@ class PublishService(AdminService):
         )
 
     async def _open_upload(self, request: pb.CreateUploadRequest, access: Access) -> UploadSession:
-        asked = await self._checked(request.options, request.files, access)
-        options, files, registry = asked.options, asked.files, self._registry
+        checked = await self._checked(request.options, request.files, access)
+        options, files, registry = checked.options, checked.files, self._registry
         num_bytes = sum(file.size for file in files)
         upload = fingerprint(options, files, access.actor)
         known = await registry.catalog.known_blobs(options.tenant, [f.sha256 for f in files])
         may_exist = len(known) == len(files)
-        await registry.tenants.begin_upload(asked.limits, upload, num_bytes, may_exist=may_exist)
+        await registry.tenants.begin_upload(checked.limits, upload, num_bytes, may_exist=may_exist)
         return await registry.uploads.open(options, files, access.actor, known)
 
     async def _checked(
         self, message: pb.PublishOptions, specs: Sequence[pb.FileSpec], access: Access
-    ) -> _AskedUpload:
+    ) -> _CheckedUpload:
         """Raises what can be refused before the bytes are there."""
         options = publish_options.options_from_proto(message, access.tenant)
         access.require_publishing(options.tenant)
@@ -92,7 +92,7 @@ class PublishService(AdminService):
         offered = publish_options.offered_from_proto(message.signatures)
         registry.rules.check_upload(limits, moves_tags=bool(options.tags))
         signed = await registry.signatures.accepted(limits, files, offered, access.actor)
-        return _AskedUpload(dataclasses.replace(options, signatures=signed), files, limits, bases)
+        return _CheckedUpload(dataclasses.replace(options, signatures=signed), files, limits, bases)
 
     async def UploadPart(
         self, request_iterator: AsyncIterator[pb.UploadPartRequest], context: Any
@@ -150,25 +150,25 @@ class PublishService(AdminService):
                 raise InvalidRequest.field("options", "", description)
             first, data = opening
             with refusals_counted():
-                asked = await self._checked(first.options, first.files, access)
-                has_room = await self._has_room(asked, access)
+                checked = await self._checked(first.options, first.files, access)
+                has_room = await self._has_room(checked, access)
                 session = self._registry.uploads.in_one_call(
-                    asked.options, asked.files, access.actor, check_request_id(first.request_id)
+                    checked.options, checked.files, access.actor, check_request_id(first.request_id)
                 )
                 session = dataclasses.replace(session, has_room=has_room)
                 rest = (data async for _, data in parts)
-                contents = await contents_of(data, rest, asked.files)
-                done = await self._registry.publisher.publish(session, contents, asked.bases)
+                contents = await contents_of(data, rest, checked.files)
+                done = await self._registry.publisher.publish(session, contents, checked.bases)
         return pb.PublishAdapterResponse(
-            version=await self._published(done, asked.options),
+            version=await self._published(done, checked.options),
             created=done.created,
             warnings=violations_to_proto(done.version.warnings),
         )
 
-    async def _has_room(self, asked: _AskedUpload, access: Access) -> bool:
+    async def _has_room(self, checked: _CheckedUpload, access: Access) -> bool:
         """True if the quota has room for an upload next to other unfinished ones. False if it may
         be a version that exists, which needs none. Raises ResourceExhausted otherwise."""
-        limits, files, catalog = asked.limits, asked.files, self._registry.catalog
+        limits, files, catalog = checked.limits, checked.files, self._registry.catalog
         if not (limits.max_bytes or limits.max_versions):
             return True
         known = await catalog.known_blobs(limits.tenant, [file.sha256 for file in files])
@@ -176,7 +176,7 @@ class PublishService(AdminService):
             return False
         num_bytes, others = sum(file.size for file in files), 0
         if limits.max_bytes:
-            upload = fingerprint(asked.options, files, access.actor)
+            upload = fingerprint(checked.options, files, access.actor)
             others = await catalog.open_uploads.num_bytes(limits.tenant, but=upload)
         await self._registry.tenants.check_quota(limits, num_bytes, others)
         return True
@@ -196,9 +196,9 @@ class PublishService(AdminService):
         if not request.options.name:
             return await self._validated(request, access, _checked_files(request.files))
         with refusals_counted():
-            asked = await self._checked(request.options, request.files, access)
-            await self._has_room(asked, access)
-            return await self._validated(request, access, asked.files)
+            checked = await self._checked(request.options, request.files, access)
+            await self._has_room(checked, access)
+            return await self._validated(request, access, checked.files)
 
     async def _validated(
         self, request: pb.ValidateAdapterRequest, access: Access, files: Sequence[File]

@@ -267,11 +267,11 @@ class Engine:
                 self._outputs.refuse(request, error)
                 return
             self.adapter_loads.awaited(digest, now)
-        asked = command.request
-        if asked.grammar is None:
+        message = command.request
+        if message.grammar is None:
             self._queue(request, now)
         else:
-            self._grammars.open(request, asked.grammar, asked.grammar_tokens)
+            self._grammars.open(request, message.grammar, message.grammar_tokens)
 
     def _queue(self, request: Request, now: float) -> None:
         if self.cache.ready(request.adapters.digests):

@@ -16,10 +16,10 @@ from loraplex_services.worker.types.residency import CachedAdapter
 def to_request(command: Submit, now: float) -> Request:
     """The request that a command describes, arriving now."""
     arrival_s = now if command.came_s is None else min(command.came_s, now)
-    asked = command.request
-    left_s, first_token_left_s = asked.remaining_s, asked.remaining_first_token_s
-    shared = shared_fields(asked, Request)
-    shared["prompt_ids"], shared["output_ids"] = list(asked.prompt_ids), list(asked.output_ids)
+    message = command.request
+    left_s, first_token_left_s = message.remaining_s, message.remaining_first_token_s
+    shared = shared_fields(message, Request)
+    shared["prompt_ids"], shared["output_ids"] = list(message.prompt_ids), list(message.output_ids)
     return Request(
         **shared,
         deadline_s=None if left_s is None else arrival_s + left_s,

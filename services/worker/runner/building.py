@@ -299,14 +299,14 @@ def _read_model(
         return model
 
 
-def _stored_kv(asked: str, dtype: torch.dtype) -> str:
+def _stored_kv(wanted: str, dtype: torch.dtype) -> str:
     """See `AttentionMaker.kv_cache_dtype`. Raises Unsupported for another float type than the
     model's."""
-    if asked not in FLOAT_DTYPES:
-        return asked
-    if FLOAT_DTYPES[asked] != dtype:
-        why = f"the model computes in {dtype_name(dtype)}: use auto, or --dtype {asked} as well"
-        raise Unsupported.field("kv_cache_dtype", asked, why)
+    if wanted not in FLOAT_DTYPES:
+        return wanted
+    if FLOAT_DTYPES[wanted] != dtype:
+        why = f"the model computes in {dtype_name(dtype)}: use auto, or --dtype {wanted} as well"
+        raise Unsupported.field("kv_cache_dtype", wanted, why)
     return AUTO
 
 

@@ -125,12 +125,12 @@ class ApiServer:
         for request_id in list(session.live):
             self.cancel(session, request_id)
 
-    def submit(self, session: GatewaySession, asked: WorkerRequest) -> None:
+    def submit(self, session: GatewaySession, message: WorkerRequest) -> None:
         """Start a request. A refusal is a failure among the session's events."""
         try:
-            self._submit(session, asked)
+            self._submit(session, message)
         except LoraplexError as error:
-            news = StepNews(self.status.load.steps, failures=[(asked.request_id, error)])
+            news = StepNews(self.status.load.steps, failures=[(message.request_id, error)])
             session.push(news)
 
     def cancel(self, session: GatewaySession, request_id: str) -> None:
@@ -255,31 +255,31 @@ class ApiServer:
             raise Unavailable("the model is loading", reason="NOT_READY", retry_after_s=1.0)
         return self._engine
 
-    def _submit(self, session: GatewaySession, asked: WorkerRequest) -> None:
+    def _submit(self, session: GatewaySession, message: WorkerRequest) -> None:
         if self.status.is_draining:
             raise Unavailable("the worker is draining", reason="DRAINING", retry_after_s=1.0)
         info = self._running().info
         routes = info.routing is not None
         limits = IntakeLimits(info.vocab_size, info.max_model_len, self._max_adapters, routes)
-        check_request(asked, limits)
-        if asked.request_id in session.live:
-            raise InvalidRequest.field("request_id", asked.request_id, "is already running")
-        digests = asked.adapters.digests
-        crash = crash_key(asked.prompt_ids, asked.adapters)
+        check_request(message, limits)
+        if message.request_id in session.live:
+            raise InvalidRequest.field("request_id", message.request_id, "is already running")
+        digests = message.adapters.digests
+        crash = crash_key(message.prompt_ids, message.adapters)
         self._guard.check(crash)
-        metrics.observe_submit(asked.sampling.max_tokens)
+        metrics.observe_submit(message.sampling.max_tokens)
         came_s = time.monotonic()
-        num_prompt = len(asked.prompt_ids)
-        request = ServerRequest(session, asked.request_id, digests, num_prompt, came_s, crash)
-        request.span = self._tracer.begin("worker request", asked.trace, came_s)
+        num_prompt = len(message.prompt_ids)
+        request = ServerRequest(session, message.request_id, digests, num_prompt, came_s, crash)
+        request.span = self._tracer.begin("worker request", message.trace, came_s)
         key = self._live.add(request)
         self._idle.clear()
         self._fetcher.lease(digests)
-        submit = Submit(request=replace(asked, request_id=key), came_s=came_s)
-        if asked.grammar is None:
+        submit = Submit(request=replace(message, request_id=key), came_s=came_s)
+        if message.grammar is None:
             self._pass_on(key, submit)
         else:
-            work = self._pass_on_checked(key, request, submit, asked.grammar)
+            work = self._pass_on_checked(key, request, submit, message.grammar)
             request.grammar_check = self._spawn(work)
 
     def _pass_on(self, key: str, submit: Submit) -> None:
@@ -302,8 +302,8 @@ class ApiServer:
             eos_ids = info.eos_token_ids
             checked = await self._grammars.check(grammar, info.vocab_size, eos_ids, tenant)
             if self._live.get(key) is request:
-                asked = replace(submit.request, grammar=checked)
-                self._pass_on(key, Submit(request=asked, came_s=submit.came_s))
+                message = replace(submit.request, grammar=checked)
+                self._pass_on(key, Submit(request=message, came_s=submit.came_s))
         except LoraplexError as error:
             fault = error
         except Exception:  # without an answer, the request would wait until its deadline

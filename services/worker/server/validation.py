@@ -17,7 +17,7 @@ from loraplex.refs import check_digest
 from loraplex.units import counted
 from loraplex_services.common.limits import MAX_BAD_WORD_CHARS, MAX_BAD_WORDS, MAX_CANDIDATES
 
-NO_ROUTING = "this base has no experts that it could name; leave the field out"
+NO_EXPERTS = "this base has no experts that it could name; leave the field out"
 
 MAX_ID_CHARS = 256
 MAX_BAD_SEQUENCES = 2 * MAX_BAD_WORDS
@@ -86,7 +86,7 @@ def _check_grammar_tokens(tokens: GrammarTokens, limits: IntakeLimits) -> None:
 def _check_routed_from(request: WorkerRequest, first: int, limits: IntakeLimits) -> None:
     num_tokens = len(request.prompt_ids) + len(request.output_ids)
     if not limits.routes:
-        _refuse("routed_from", first, NO_ROUTING)
+        _refuse("routed_from", first, NO_EXPERTS)
     if not 0 <= first <= num_tokens:
         _refuse("routed_from", first, f"must be a position from 0 to {num_tokens}")
 

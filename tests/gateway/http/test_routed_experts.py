@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from loraplex.api.output import RoutedExperts, RoutingShape
-from loraplex_services.gateway.http.routing import npy_header
+from loraplex_services.gateway.http.routed_experts import npy_header
 from tests.gateway.conftest import Stack
 from tests.gateway.scripted_worker import ROUTING, experts_of
 from tests.gateway.tiny_tokenizer import EOS_ID

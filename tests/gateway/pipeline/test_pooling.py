@@ -9,7 +9,7 @@ import pytest
 
 from loraplex.adapter_format.pooling_fields import MULTI_LABEL, REGRESSION, PoolingFields
 from loraplex.api.pooling import Pooling
-from loraplex.api.request import AskedAdapter, ChatPrompt, TextPrompt
+from loraplex.api.request import ChatPrompt, RequestedAdapter, TextPrompt
 from loraplex.errors import InvalidRequest, Unsupported
 from loraplex_services.gateway.http.calls import Origin
 from loraplex_services.gateway.http.classify import classes_body, parse_classify
@@ -35,7 +35,7 @@ JUDGE = adapter("SEQ_CLS", num_labels=3)
 
 
 def chosen(pooling: Pooling, *adapters: RunningAdapter, listed: bool = False) -> Pooling:
-    asked = tuple(AskedAdapter(a.label) for a in adapters) if listed else ()
+    asked = tuple(RequestedAdapter(a.label) for a in adapters) if listed else ()
     call = GenerateCall(
         tenant="default",
         model="a",

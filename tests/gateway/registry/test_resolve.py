@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from loraplex.api.registry import Tag, TagTarget
-from loraplex.api.request import AskedAdapter, ChatPrompt, Prompt, TextPrompt, TokenPrompt
+from loraplex.api.request import ChatPrompt, Prompt, RequestedAdapter, TextPrompt, TokenPrompt
 from loraplex.errors import AdapterNotFound, InvalidRequest, LoraplexError, NotFound, Unavailable
 from loraplex.refs import Ref
 from loraplex_services.gateway.registry.resolve import Resolver
@@ -124,7 +124,7 @@ async def test_a_digest_that_was_published_for_several_bases_keeps_its_base_wher
     for version in (replace(first, number=3, base_id="twin"), again, first):
         resolver.snapshot.put_version(version)
     ref = f"upper@{first.digest}"
-    asked = () if model is None else (AskedAdapter(ref, None),)
+    asked = () if model is None else (RequestedAdapter(ref, None),)
     assert await _label(resolver, model or ref, adapters=asked) == label
 
 
@@ -288,7 +288,11 @@ async def test_deleted_tag_is_asked_again(resolver: Resolver, registry: Registry
 
 
 async def test_several_adapters_need_the_base_as_model(resolver: Resolver) -> None:
-    asked = (AskedAdapter("upper:v2", 0.5), AskedAdapter("upper:v1"), AskedAdapter("upper:v1"))
+    asked = (
+        RequestedAdapter("upper:v2", 0.5),
+        RequestedAdapter("upper:v1"),
+        RequestedAdapter("upper:v1"),
+    )
     target = await resolver.target(replace(CALL, model="base", adapters=asked))
     assert [(a.label, a.weight) for a in target.adapters] == [
         ("default/upper:v1", 2.0),
@@ -301,7 +305,7 @@ async def test_several_adapters_need_the_base_as_model(resolver: Resolver) -> No
 
 @pytest.mark.parametrize("weight", [float("nan"), 1e6])
 async def test_weight_out_of_range_is_named(resolver: Resolver, weight: float) -> None:
-    asked = (AskedAdapter("upper", weight),)
+    asked = (RequestedAdapter("upper", weight),)
     with pytest.raises(InvalidRequest) as caught:
         await resolver.target(replace(CALL, model="base", adapters=asked))
     assert caught.value.violations[0].field == "adapters[0].weight"

@@ -40,7 +40,7 @@ def _routing_request(key: str, num_replicas: int = 1) -> RoutingRequest:
 
 def test_adapters_are_fetched_where_one_worker_that_takes_requests_has_them_all() -> None:
     on, off = AdapterResidency("a", Tier.DEVICE), AdapterResidency("b", Tier.DISK)
-    views = [_view("w0", adapters={"a": on, "b": off}), _view("w1", asked=frozenset({"c"}))]
+    views = [_view("w0", adapters={"a": on, "b": off}), _view("w1", requested=frozenset({"c"}))]
     assert are_fetched(views, ["a", "b"]) and are_fetched(views, [])
     assert not are_fetched(views, ["a", "c"])
     assert not are_fetched(views, ["c"]), "it was only asked for"
@@ -222,7 +222,7 @@ def test_a_missing_adapter_is_loaded_where_fewest_loads_are_ahead_and_never_far(
 def test_requests_for_an_adapter_that_we_just_asked_for_stay_together() -> None:
     """The worker has not said yet that it loads it, and has more to do than the others."""
     order = rendezvous_order("x", "abcd")
-    asked = _view(order[1], 3, asked=frozenset("x"))
+    asked = _view(order[1], 3, requested=frozenset("x"))
     views = [asked if name == order[1] else _view(name) for name in "abcd"]
     assert asked.tier_of("x") is Tier.LOADING and asked.num_loading == 1
     assert choose(views, _routing_request("x")) == asked

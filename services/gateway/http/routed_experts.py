@@ -1,4 +1,4 @@
-"""The experts of each token in HTTP: how callers ask for them, and in which forms they come.
+"""The experts of each token over HTTP: the fields that request them, and their forms in answers.
 
 `npy` is the form of vLLM, `raw` that of the servers of prime-rl and SkyRL.
 """
@@ -20,7 +20,7 @@ _ALIGNMENT = 64
 
 
 @dataclass(frozen=True, slots=True)
-class RoutingAsked:
+class ExpertsRequest:
     """The fields of a body that request experts."""
 
     start: int | None = None
@@ -49,26 +49,26 @@ class RoutedField(TypedDict, total=False):
     routed_experts: str | RawExperts | None
 
 
-def read_routing(body: Body) -> RoutingAsked:
+def read_experts_request(body: Body) -> ExpertsRequest:
     """The experts that a body requests. A start without the request changes nothing, because
     clients send it in every turn of a conversation. Raises: InvalidRequest."""
     name = body.prefix + FIELD
-    asked = body.raw(FIELD, {"type": ["boolean", "string"], "enum": [True, False, *FORMS]})
+    form = body.raw(FIELD, {"type": ["boolean", "string"], "enum": [True, False, *FORMS]})
     start = body.integer("routed_experts_prompt_start") or 0
-    if asked is None or asked is False:
-        return RoutingAsked()
-    if asked is not True and asked not in FORMS:
-        raise bad_type(name, asked, "true, false, " + " or ".join(map(repr, FORMS)))
-    return RoutingAsked(start, FORMS[0] if asked is True else asked, name)
+    if form is None or form is False:
+        return ExpertsRequest()
+    if form is not True and form not in FORMS:
+        raise bad_type(name, form, "true, false, " + " or ".join(map(repr, FORMS)))
+    return ExpertsRequest(start, FORMS[0] if form is True else form, name)
 
 
-def routed_field(asked: RoutingAsked, routed: RoutedExperts | None) -> RoutedField:
+def routed_field(request: ExpertsRequest, routed: RoutedExperts | None) -> RoutedField:
     """The field of a choice; null if nothing was computed."""
-    if asked.start is None:
+    if request.start is None:
         return {}
     if routed is None:
         return {"routed_experts": None}
-    if asked.form == "npy":
+    if request.form == "npy":
         return {"routed_experts": _base64(npy_header(routed) + routed.experts)}
     raw: RawExperts = {
         "data": _base64(routed.experts),
