@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse
+from starlette.responses import Response
 from starlette.routing import Route
 
 from loraplex.api.load import ModelLoad
@@ -24,6 +24,7 @@ from loraplex.errors import InvalidRequest, LoraplexError, Unsupported
 from loraplex.refs import LATEST, Ref, parse_name
 from loraplex_services.common.callers import Caller
 from loraplex_services.common.units import parse_digits
+from loraplex_services.gateway.http.answering import json_response
 from loraplex_services.gateway.http.body import Body, bad_type
 from loraplex_services.gateway.http.guard import api_key_of
 from loraplex_services.gateway.http.json_body import read_json
@@ -40,7 +41,7 @@ MAX_MOVES = 10
 """Moves of each tag that a page shows."""
 _LISTED_AT_ONCE = 500
 """Number of adapters that are processed before the event loop runs other work."""
-_NO_STORE = {"cache-control": "no-store"}
+NO_STORE = {"cache-control": "no-store"}
 
 Devices = Mapping[str, int]
 """How many workers hold a digest on their device."""
@@ -98,7 +99,7 @@ class AdapterEndpoints:
             Route("/console/adapter", self.change, methods=["POST"]),
         ]
 
-    async def adapters(self, request: Request) -> JSONResponse:
+    async def adapters(self, request: Request) -> Response:
         """A page of the adapters that the caller may run."""
         caller = await self.caller(request)
         query = query_of(request.query_params)
@@ -121,9 +122,9 @@ class AdapterEndpoints:
             "num_pages": max(1, -(-len(kept) // PAGE_SIZE)),
             "bases": list(self.resolver.bases()),
         }
-        return JSONResponse(body, headers=_NO_STORE)
+        return json_response(body, NO_STORE)
 
-    async def adapter(self, request: Request) -> JSONResponse:
+    async def adapter(self, request: Request) -> Response:
         """One adapter: what the gateway knows, and what the registry adds."""
         caller = await self.caller(request)
         name = request.query_params.get("name", "")
@@ -145,9 +146,9 @@ class AdapterEndpoints:
             body |= await self._in_registry(api_key_of(request), listing, body["versions"])
         except LoraplexError as error:
             body["problem"] = error.message
-        return JSONResponse(body, headers=_NO_STORE)
+        return json_response(body, NO_STORE)
 
-    async def change(self, request: Request) -> JSONResponse:
+    async def change(self, request: Request) -> Response:
         """Move, split or roll back a tag, or delete a version, with the caller's key."""
         caller = await self.caller(request)
         body = Body(await read_json(request, caller))
@@ -171,7 +172,7 @@ class AdapterEndpoints:
                 case _:
                     known = "must be tag, rollback, describe or delete"
                     raise Unsupported.field("action", action[:32], known)
-        return JSONResponse({"done": action}, headers=_NO_STORE)
+        return json_response({"done": action}, NO_STORE)
 
     async def _in_registry(
         self, api_key: str, listing: Listing, versions: Iterable[dict[str, Any]]

@@ -9,13 +9,15 @@ from importlib import resources
 from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.routing import Route
 
 from loraplex.errors import InvalidRequest, PermissionDenied
 from loraplex_services.common.callers import Caller
 from loraplex_services.gateway.admission.controller import AdmissionController
 from loraplex_services.gateway.console import state
+from loraplex_services.gateway.console.adapters import NO_STORE
+from loraplex_services.gateway.http.answering import json_response
 from loraplex_services.gateway.pipeline.history import RANGES, LoadHistory
 from loraplex_services.gateway.registry.keyring import is_admin, sees_all_adapters
 from loraplex_services.gateway.registry.resolve import Resolver
@@ -37,7 +39,6 @@ _HEADERS = {
     "referrer-policy": "no-referrer",
     "cache-control": "no-cache",
 }
-_NO_STORE = {"cache-control": "no-store"}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -92,7 +93,7 @@ class ConsoleEndpoints:
                 "waiting": self.controller.queue.num_waiting,
                 "recent": state.recent_state(recent, sees_all),
             }
-        return JSONResponse(shown, headers=_NO_STORE)
+        return json_response(shown, NO_STORE)
 
     async def history(self, request: Request) -> Response:
         """The data of the charts of a range. Only admins see it."""
@@ -103,7 +104,7 @@ class ConsoleEndpoints:
         if name not in RANGES:
             raise InvalidRequest.field("range", name[:32], f"must be one of {', '.join(RANGES)}")
         shown = state.history_state(self.loads, name, sees_all_adapters(caller))
-        return JSONResponse(shown, headers=_NO_STORE)
+        return json_response(shown, NO_STORE)
 
 
 def _page(path: str, name: str, content: bytes) -> Route:

@@ -11,12 +11,13 @@ from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.routing import Route
 
 from loraplex.errors import InvalidRequest, PermissionDenied
 from loraplex.refs import parse_name
 from loraplex_services.common.callers import Caller
+from loraplex_services.gateway.http.answering import json_response
 from loraplex_services.gateway.http.guard import check_origin
 from loraplex_services.gateway.http.pages import check_parameters
 from loraplex_services.gateway.pipeline.live import EVERYTHING, LiveRequests, PauseMode
@@ -50,24 +51,24 @@ class PauseEndpoints:
         mode = _mode(request)
         _flag(request, "clear_cache")
         await self.live.pause(scope, mode)
-        return JSONResponse({"status": "paused"})
+        return json_response({"status": "paused"})
 
     async def resume(self, request: Request) -> Response:
         """POST /resume?model=NAME."""
         self.live.resume(await self._scope(request))
-        return JSONResponse({"status": "resumed"})
+        return json_response({"status": "resumed"})
 
     async def is_paused(self, request: Request) -> Response:
         """GET /is_paused?model=NAME. An adapter is paused together with all models as well."""
         scopes = {await self._scope(request), EVERYTHING}
-        return JSONResponse({"is_paused": not scopes.isdisjoint(self.live.paused())})
+        return json_response({"is_paused": not scopes.isdisjoint(self.live.paused())})
 
     async def reset_prefix_cache(self, request: Request) -> Response:
         """POST /reset_prefix_cache: changes nothing. Every cache is keyed by the digest of the
         weights, so an update leaves nothing stale."""
         require_admin(await self.caller(request))
         check_origin(request)
-        return JSONResponse({"success": True})
+        return json_response({"success": True})
 
     async def _scope(self, request: Request) -> Adapter:
         """The adapter that the caller names and may pause. The only base means all models, as on

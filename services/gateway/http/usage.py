@@ -6,12 +6,13 @@ import dataclasses
 from collections.abc import Awaitable, Callable
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.routing import Route
 
 from loraplex.api.registry import UsageEntry
 from loraplex.errors import LoraplexError
 from loraplex_services.common.callers import Caller
+from loraplex_services.gateway.http.answering import json_response
 from loraplex_services.gateway.http.pages import check_parameters
 from loraplex_services.gateway.request import with_names
 
@@ -39,4 +40,4 @@ class UsageEndpoint:
         except LoraplexError as error:
             raise with_names(error, {"model": "adapter"}) from None
         data = [dataclasses.asdict(entry) for entry in found]
-        return JSONResponse({"object": "list", "data": data})
+        return json_response({"object": "list", "data": data})
