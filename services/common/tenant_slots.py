@@ -7,11 +7,12 @@ queued. No tenant holds all slots at the same time, so one remains for the other
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, OrderedDict, deque
+from collections import OrderedDict, deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from loraplex.errors import ResourceExhausted
+from loraplex_services.common.nonzero_counter import NonzeroCounter
 
 
 class TenantSlots:
@@ -24,7 +25,7 @@ class TenantSlots:
         self._num_free = num_slots
         self._most_held = max_held or max(1, num_slots - 1)
         self._max_waiting = max_waiting_per_tenant
-        self._held: Counter[str] = Counter()
+        self._held: NonzeroCounter[str] = NonzeroCounter()
         self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
         """Waiting requests by tenant; the tenant that is next comes first."""
 
@@ -67,9 +68,7 @@ class TenantSlots:
     def give(self, tenant: str) -> None:
         """Return a slot."""
         self._num_free += 1
-        self._held[tenant] -= 1
-        if not self._held[tenant]:
-            del self._held[tenant]
+        self._held.remove(tenant)
         self._grant()
 
     @asynccontextmanager

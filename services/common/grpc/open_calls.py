@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from dataclasses import dataclass
 from loraplex.errors import ResourceExhausted
 from loraplex_services.common.callers import Caller
 from loraplex_services.common.limits import METHODS, SERVICE_KEY_IDS, limits_of
+from loraplex_services.common.nonzero_counter import NonzeroCounter
 
 _OTHERS = "methods without a limit of their own"
 
@@ -25,12 +25,12 @@ class OpenCall:
 
 
 class OpenCalls:
-    """Counts the open calls of each method and tenant. Entries without calls are dropped."""
+    """Counts the open calls of each method and tenant."""
 
     def __init__(self) -> None:
         self._calls: dict[OpenCall, None] = {}
         """In the order in which they began."""
-        self._counts: Counter[tuple[str, str]] = Counter()
+        self._counts: NonzeroCounter[tuple[str, str]] = NonzeroCounter()
         """Calls that count against a limit, by method and tenant."""
 
     def __len__(self) -> int:
@@ -61,6 +61,4 @@ class OpenCalls:
         finally:
             del self._calls[call]
             if most:
-                self._counts[key] -= 1
-                if not self._counts[key]:
-                    del self._counts[key]
+                self._counts.remove(key)

@@ -22,6 +22,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from loraplex_services.common.nonzero_counter import NonzeroCounter
 from loraplex_services.gateway.workers.view import WorkerView
 
 TARGET_S = 0.05
@@ -106,13 +107,12 @@ class InFlightTokens:
 
     def __init__(self) -> None:
         self._by_request: dict[int, tuple[str, int]] = {}
-        self._by_tenant: dict[str, int] = {}
-        """Has no empty entries."""
+        self._by_tenant: NonzeroCounter[str] = NonzeroCounter()
         self._total = 0
 
     def fit(self, tenant: str, num_tokens: int, window: Window, *, fits_batch: bool) -> bool:
         """Whether a request with `num_tokens` may be sent; the first one of a tenant always may."""
-        own = self._by_tenant.get(tenant, 0)
+        own = self._by_tenant[tenant]
         if not own or own + num_tokens <= window.num_tokens:
             return True
         return fits_batch and self._total + num_tokens <= window.max_tokens
@@ -120,7 +120,7 @@ class InFlightTokens:
     def add(self, number: int, tenant: str, num_tokens: int) -> None:
         """Request `number` was sent."""
         self._by_request[number] = tenant, num_tokens
-        self._by_tenant[tenant] = self._by_tenant.get(tenant, 0) + num_tokens
+        self._by_tenant[tenant] += num_tokens
         self._total += num_tokens
 
     def remove(self, number: int) -> bool:
@@ -129,9 +129,7 @@ class InFlightTokens:
             return False
         tenant, num_tokens = self._by_request.pop(number)
         self._total -= num_tokens
-        self._by_tenant[tenant] -= num_tokens
-        if not self._by_tenant[tenant]:
-            del self._by_tenant[tenant]
+        self._by_tenant.remove(tenant, num_tokens)
         return True
 
 

@@ -7,7 +7,6 @@ inputs, would otherwise fill the memory of a gateway.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -18,6 +17,7 @@ from loraplex_services.common.limits import (
     MAX_COLLECTED_BYTES_PER_TENANT,
     SERVICE_KEY_IDS,
 )
+from loraplex_services.common.nonzero_counter import NonzeroCounter
 from loraplex_services.gateway.request import TextDelta
 
 _DELTA_BYTES, _TOKEN_BYTES, _LOGPROB_BYTES = 300, 100, 120
@@ -31,11 +31,10 @@ much."""
 
 
 class CollectedBytes:
-    """Bytes that the unfinished and unread answers of one gateway hold, by tenant. No empty
-    entries."""
+    """Bytes that the unfinished and unread answers of one gateway hold, by tenant."""
 
     def __init__(self) -> None:
-        self._by_tenant: Counter[str] = Counter()
+        self._by_tenant: NonzeroCounter[str] = NonzeroCounter()
 
     @contextmanager
     def counted(self, caller: Caller) -> Iterator[Note]:
@@ -57,7 +56,7 @@ class CollectedBytes:
         try:
             yield note
         finally:
-            self._give_back(caller.tenant, mine)
+            self._by_tenant.remove(caller.tenant, mine)
 
     @contextmanager
     def unread(self, caller: Caller, num_bytes: int) -> Iterator[None]:
@@ -71,7 +70,7 @@ class CollectedBytes:
             self._add(caller.tenant, num_bytes)
             yield
         finally:
-            self._give_back(caller.tenant, num_bytes)
+            self._by_tenant.remove(caller.tenant, num_bytes)
 
     def _add(self, tenant: str, num_bytes: int) -> None:
         self._by_tenant[tenant] += num_bytes
@@ -79,11 +78,6 @@ class CollectedBytes:
         is_over = total > MAX_COLLECTED_BYTES and held > total / len(self._by_tenant)
         if is_over or held > MAX_COLLECTED_BYTES_PER_TENANT:
             raise _too_large()
-
-    def _give_back(self, tenant: str, num_bytes: int) -> None:
-        self._by_tenant[tenant] -= num_bytes
-        if not self._by_tenant[tenant]:
-            del self._by_tenant[tenant]
 
 
 def _counting_one() -> Note:

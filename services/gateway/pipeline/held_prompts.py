@@ -6,19 +6,19 @@ wait, for a worker or for the end of a pause, would otherwise fill the memory of
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from loraplex.errors import ResourceExhausted
 from loraplex_services.common.limits import MAX_HELD_TOKENS, MAX_HELD_TOKENS_PER_TENANT
+from loraplex_services.common.nonzero_counter import NonzeroCounter
 
 
 class HeldPrompts:
-    """Tokens of the prompts that one gateway holds, by tenant. No empty entries."""
+    """Tokens of the prompts that one gateway holds, by tenant."""
 
     def __init__(self) -> None:
-        self._by_tenant: Counter[str] = Counter()
+        self._by_tenant: NonzeroCounter[str] = NonzeroCounter()
 
     @contextmanager
     def counted(self, tenant: str, num_tokens: int) -> Iterator[None]:
@@ -38,6 +38,4 @@ class HeldPrompts:
         try:
             yield
         finally:
-            self._by_tenant[tenant] -= num_tokens
-            if not self._by_tenant[tenant]:
-                del self._by_tenant[tenant]
+            self._by_tenant.remove(tenant, num_tokens)

@@ -16,6 +16,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from loraplex.api.residency import Tier
+from loraplex_services.common.nonzero_counter import NonzeroCounter
 from loraplex_services.gateway.workers.view import WorkerView
 
 LOAD_BOUND = 1.25
@@ -90,15 +91,16 @@ class ReplicaCounts:
     """The replica set size of each adapter with requests in flight at this gateway."""
 
     def __init__(self) -> None:
-        self._in_flight: dict[str, int] = {}
+        self._in_flight: NonzeroCounter[str] = NonzeroCounter()
         self._sizes: dict[str, int] = {}
         self.total = 0
         """Requests in flight."""
 
     def start(self, key: str, num_workers: int) -> int:
         """Count a request in; returns the adapter's replica set size now."""
-        load = self._in_flight[key] = self._in_flight.get(key, 0) + 1
+        self._in_flight[key] += 1
         self.total += 1
+        load = self._in_flight[key]
         size = replica_count(load, self.total, num_workers, self._sizes.get(key, 1))
         self._sizes[key] = size
         return size
@@ -106,9 +108,9 @@ class ReplicaCounts:
     def end(self, key: str) -> None:
         """Count a request out; an adapter without any is forgotten."""
         self.total -= 1
-        self._in_flight[key] -= 1
-        if not self._in_flight[key]:
-            del self._in_flight[key], self._sizes[key]
+        self._in_flight.remove(key)
+        if key not in self._in_flight:
+            del self._sizes[key]
 
 
 def first_token_s(view: WorkerView, request: RoutingRequest) -> float:

@@ -9,13 +9,13 @@ failed worker, so each attempt has one set of adapters, and each token is known 
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from loraplex.api.request import AdapterSet
 from loraplex.errors import DeadlineExceeded, LoraplexError
+from loraplex_services.common.nonzero_counter import NonzeroCounter
 from loraplex_services.gateway.clock import now_s
 
 
@@ -47,9 +47,8 @@ class Steering:
         """Functions that end an attempt, with the address of its worker."""
         self.used_addresses: set[str] = set()
         """Addresses of all workers that have run the request."""
-        self.used: Counter[str] = Counter()
-        """Digests of adapters that have computed tokens, or may still do so in an attempt. No
-        zeros."""
+        self.used: NonzeroCounter[str] = NonzeroCounter()
+        """Digests of adapters that have computed tokens, or may still do so in an attempt."""
 
     @property
     def addresses(self) -> set[str]:
@@ -80,9 +79,7 @@ class Steering:
     def _give_back(self, adapters: AdapterSet) -> None:
         """Undo the count of an attempt that gave no tokens."""
         for digest in adapters.digests:
-            self.used[digest] -= 1
-            if not self.used[digest]:
-                del self.used[digest]
+            self.used.remove(digest)
 
     def switch(self, adapters: AdapterSet) -> None:
         """Continue with other adapters."""

@@ -6,7 +6,6 @@ import asyncio
 import itertools
 import logging
 import re
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +16,7 @@ from loraplex.api.error_wire import from_detail, from_rpc_error
 from loraplex.errors import InvalidRequest, LoraplexError, Unavailable
 from loraplex.v1 import worker_pb2, worker_pb2_grpc
 from loraplex_services.common.limits import limits_of
+from loraplex_services.common.nonzero_counter import NonzeroCounter
 from loraplex_services.gateway.clock import now_s
 from loraplex_services.gateway.request import WorkerJob, with_names
 from loraplex_services.gateway.workers.convert import job_to_wire, tokens_from_wire
@@ -65,7 +65,7 @@ class WorkerSession:
         """By the id of their requests on the wire."""
         self.in_flight_tokens = 0
         """Sum of their `num_waiting`."""
-        self._uses: Counter[str] = Counter()
+        self._uses: NonzeroCounter[str] = NonzeroCounter()
         self.adapters: frozenset[str] = frozenset()
         """Adapters of the requests that have not ended."""
         self._numbers = itertools.count(1)
@@ -222,9 +222,7 @@ class WorkerSession:
 
     def _drop_adapters(self, digests: tuple[str, ...]) -> None:
         for digest in digests:
-            self._uses[digest] -= 1
-            if not self._uses[digest]:
-                del self._uses[digest]
+            self._uses.remove(digest)
         if len(self._uses) < len(self.adapters):
             self.adapters = frozenset(self._uses)
 

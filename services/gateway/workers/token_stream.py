@@ -11,11 +11,12 @@ equal part of the messages, so the many streams of one tenant do not delay the t
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable
 
 from loraplex.api.output import joined_experts
 from loraplex.errors import LoraplexError
+from loraplex_services.common.nonzero_counter import NonzeroCounter
 from loraplex_services.gateway.clock import now_s
 from loraplex_services.gateway.request import Tokens
 
@@ -33,8 +34,8 @@ class WakeupPacer:
     __slots__ = ("_due", "_lag_s", "_num_streams")
 
     def __init__(self) -> None:
-        self._num_streams: Counter[str] = Counter()
-        """Open streams of each tenant. No empty entries."""
+        self._num_streams: NonzeroCounter[str] = NonzeroCounter()
+        """Open streams of each tenant."""
         self._lag_s = 0.0
         """Moving mean of the seconds that tokens wait for a reader that was woken."""
         self._due: deque[TokenStream] = deque()
@@ -46,9 +47,7 @@ class WakeupPacer:
 
     def closed(self, tenant: str) -> None:
         """Count a closed stream of a tenant."""
-        self._num_streams[tenant] -= 1
-        if not self._num_streams[tenant]:
-            del self._num_streams[tenant]
+        self._num_streams.remove(tenant)
 
     def gather_s(self, tenant: str) -> float:
         """The least number of seconds between two wake-ups of one reader of a tenant.

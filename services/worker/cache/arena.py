@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Sequence
 
+from loraplex_services.common.nonzero_counter import NonzeroCounter
 from loraplex_services.worker.types.extents import extent_sizes
 
 Extent = tuple[int, int]
@@ -42,7 +43,7 @@ class Arena:
             1 << bit: set() for bit in range(pages_per_block.bit_length() - 1)
         }
         """First pages of the free extents of split blocks, by size."""
-        self._used: Counter[int] = Counter()
+        self._used: NonzeroCounter[int] = NonzeroCounter()
         """Owned extents of each split block that has any."""
         self._unused: set[int] = set()
         """Split blocks that become free when steps in flight have finished."""
@@ -185,9 +186,8 @@ class Arena:
         size, holder = self._extents.pop(first_page, (0, None))
         assert holder == owner, f"{owner} frees page {first_page} of {holder}"
         block = first_page // self.pages_per_block
-        self._used[block] -= 1
-        if not self._used[block]:
-            del self._used[block]
+        self._used.remove(block)
+        if block not in self._used:
             self._unused.add(block)
         return first_page, size
 

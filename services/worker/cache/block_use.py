@@ -5,9 +5,9 @@ A block that adapters share can be reclaimed while all of these are idle.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Iterable
 
+from loraplex_services.common.nonzero_counter import NonzeroCounter
 from loraplex_services.worker.cache.arena import Arena
 from loraplex_services.worker.types.extents import count_most_blocks
 from loraplex_services.worker.types.residency import CachedAdapter
@@ -24,7 +24,7 @@ class BlockUse:
         """Pages of those that are not idle."""
         self._held_whole = 0
         self._idle_whole = 0
-        self._held_parts: Counter[int] = Counter()
+        self._held_parts: NonzeroCounter[int] = NonzeroCounter()
         """Number of extents of adapters that are not idle, by split block."""
         self._sharers: dict[int, dict[str, None]] = {}
         """Digests of the resident adapters in each split block, in the order of their loads, so
@@ -128,6 +128,4 @@ class BlockUse:
     def _release(self, adapter: CachedAdapter) -> None:
         self.held_pages -= adapter.num_pages
         for block in self._parts(adapter):
-            self._held_parts[block] -= 1
-            if not self._held_parts[block]:
-                del self._held_parts[block]
+            self._held_parts.remove(block)

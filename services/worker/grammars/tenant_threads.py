@@ -7,10 +7,12 @@ begins immediately as long as only one tenant sends slow work.
 from __future__ import annotations
 
 import threading
-from collections import Counter, OrderedDict, deque
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
+
+from loraplex_services.common.nonzero_counter import NonzeroCounter
 
 T = TypeVar("T")
 Task = Callable[[], None]
@@ -22,7 +24,7 @@ class TenantThreads:
     def __init__(self, num_threads: int, name: str, stack_bytes: int) -> None:
         self._most_held = max(1, num_threads - 1)
         self._num_free = num_threads
-        self._held: Counter[str] = Counter()
+        self._held: NonzeroCounter[str] = NonzeroCounter()
         self._waiting: OrderedDict[str, deque[Task]] = OrderedDict()
         """Tasks by tenant; the tenant that is next comes first."""
         self._lock = threading.Lock()
@@ -67,9 +69,7 @@ class TenantThreads:
         finally:
             with self._lock:
                 self._num_free += 1
-                self._held[tenant] -= 1
-                if not self._held[tenant]:
-                    del self._held[tenant]
+                self._held.remove(tenant)
                 self._grant()
 
 

@@ -17,7 +17,7 @@ import fcntl
 import os
 import secrets
 import shutil
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,6 +25,7 @@ from pathlib import Path
 from loraplex.adapter_format.config import CONFIG_FILE
 from loraplex.adapter_format.manifest import Manifest, digest_of, parse_manifest
 from loraplex.errors import DataLoss, InvalidRequest, LoraplexError, ResourceExhausted
+from loraplex_services.common.nonzero_counter import NonzeroCounter
 from loraplex_services.worker.adapters.pack.image import images_in
 from loraplex_services.worker.adapters.pack.pack_messages import DAMAGED_IMAGE
 
@@ -67,7 +68,7 @@ class DiskCache:
         self._quarantine_dir = root / "quarantine"
         self._on_gone = on_gone
         self._adapters: OrderedDict[str, DiskAdapter] = OrderedDict()
-        self._leases: Counter[str] = Counter()
+        self._leases: NonzeroCounter[str] = NonzeroCounter()
         self.num_bytes = 0
         """Size of all adapters."""
         self._lock_fd = self._lock(root)
@@ -95,9 +96,7 @@ class DiskCache:
 
     def release(self, digest: str) -> None:
         """End one lease."""
-        self._leases[digest] -= 1
-        if not self._leases[digest]:
-            del self._leases[digest]
+        self._leases.remove(digest)
 
     def is_leased(self, digest: str) -> bool:
         """True while someone needs the adapter."""
