@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -220,7 +219,7 @@ def main() -> int:
     """Check, time, print, write; returns how many settings failed."""
     args = parse_args()
     device = torch.device(args.device)
-    bytes_per_s = common.copy_bytes_per_s(device, common.COPY_BYTES >> 10 * args.tiny)
+    bytes_per_s = common.copy_bytes_per_s(device, is_tiny=args.tiny)
     shape = TINY_HEADS if args.tiny else HEADS
     results = Results("attention_ops", args)
     for case in TINY_CASES if args.tiny else CASES:
@@ -249,11 +248,8 @@ def measure(bench: Bench, bytes_per_s: float) -> dict[str, Any]:
 
 def parse_args() -> argparse.Namespace:
     """Options."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser = common.options_of(__doc__)
     parser.add_argument("--only", choices=("decode", "prefill"))
-    parser.add_argument("--tiny", action="store_true", help="small heads: does it run at all")
-    parser.add_argument("--out", type=Path, default=common.RESULTS)
     return parser.parse_args()
 
 

@@ -205,14 +205,11 @@ def free_arena_bytes(shape: Shape) -> int:
 
 
 def runner_parser(doc: str | None) -> argparse.ArgumentParser:
-    """The options of a benchmark with a `BenchRunner`, which is described by its docstring."""
-    parser = argparse.ArgumentParser(description=(doc or "").partition("\n")[0])
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    """The options of a benchmark with a `BenchRunner`."""
+    parser = common.options_of(doc)
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--context", type=int, default=1024, help="cached tokens of each sequence")
     parser.add_argument("--arena-bytes", type=int, default=0, help="0 = what the GPU has left")
-    parser.add_argument("--out", type=Path, default=common.RESULTS)
-    parser.add_argument("--tiny", action="store_true", help="a small model: does it run at all")
     return parser
 
 

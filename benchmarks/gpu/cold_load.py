@@ -112,14 +112,11 @@ def pinned_copy_s(num_bytes: int, device: torch.device, repetitions: int) -> flo
 
 def parse_args() -> argparse.Namespace:
     """Options."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser = common.options_of(__doc__)
     parser.add_argument("--shape", choices=[n for n in SHAPES if n != "tiny"], default="llama-3-8b")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--repetitions", type=int, default=20)
     parser.add_argument("--arena-bytes", type=int, default=4 << 30)
-    parser.add_argument("--out", type=Path, default=common.RESULTS)
-    parser.add_argument("--tiny", action="store_true", help="a small model: does it run at all")
     args = parser.parse_args()
     if args.tiny:
         args.repetitions, args.arena_bytes = 2, 8 << 20

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import platform
 import re
@@ -16,9 +17,18 @@ import torch
 from benchmarks.llama import LLAMA_2_7B, LLAMA_2_13B, LLAMA_3_8B, Shape
 
 RESULTS = Path(__file__).parents[1] / "results"
-COPY_BYTES = 1 << 30
+_COPY_BYTES = 1 << 30
 TINY = Shape("tiny", 128, 64, 96, 2, 4, 2)
 SHAPES = {shape.name: shape for shape in (LLAMA_3_8B, LLAMA_2_7B, LLAMA_2_13B, TINY)}
+
+
+def options_of(doc: str | None) -> argparse.ArgumentParser:
+    """The options of every GPU benchmark, which is described by its docstring."""
+    parser = argparse.ArgumentParser(description=(doc or "").partition("\n")[0])
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--tiny", action="store_true", help="small sizes: does it run at all")
+    return parser
 
 
 def floor_s(
@@ -85,8 +95,9 @@ def captured(run: Callable[[], object]) -> Callable[[], object]:
     return graph.replay
 
 
-def copy_bytes_per_s(device: torch.device, num_bytes: int) -> float:
+def copy_bytes_per_s(device: torch.device, *, is_tiny: bool) -> float:
     """Bytes read and written per second by a copy on the device."""
+    num_bytes = _COPY_BYTES >> 10 if is_tiny else _COPY_BYTES
     source = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     target.copy_(source)

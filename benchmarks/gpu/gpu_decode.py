@@ -82,8 +82,7 @@ def main() -> int:
         contexts = TINY_UNEVEN if args.tiny else UNEVEN
         longest = 2 * max(max(lens) for lens in contexts.values())
         bench = BenchRunner(shape, Path(scratch), args, max_num_tokens=2048, max_model_len=longest)
-        copy_bytes = 1 << 20 if args.tiny else common.COPY_BYTES
-        bandwidth = common.copy_bytes_per_s(bench.device, copy_bytes)
+        bandwidth = common.copy_bytes_per_s(bench.device, is_tiny=args.tiny)
         results.note(copy_bytes_per_s=bandwidth)
         bases: dict[int, dict[str, float]] = {}
         for case in TINY_CASES if args.tiny else CASES:

@@ -206,7 +206,7 @@ def main() -> int:
     """Measure, print, write; returns how many rows failed or were wrong, and are not timed."""
     args = parse_args()
     device = torch.device(args.device)
-    bandwidth = common.copy_bytes_per_s(device, 1 << 20 if args.tiny else common.COPY_BYTES)
+    bandwidth = common.copy_bytes_per_s(device, is_tiny=args.tiny)
     facts = {"copy_bytes_per_s": bandwidth, "peers": peer_revisions(args)}
     results = Results("gpu_lora_ops", args, **facts)
     for mix, num_rows, ranks in mixes(args.tiny):
@@ -346,13 +346,10 @@ def time_s(run: Callable[[], None], device: torch.device, args: argparse.Namespa
 
 def parse_args() -> argparse.Namespace:
     """Options."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser = common.options_of(__doc__)
     parser.add_argument("--repetitions", type=int, default=50)
     parser.add_argument("--vllm", type=Path, help="folder that holds vllm/")
     parser.add_argument("--sglang", type=Path, help="folder that holds sglang/")
-    parser.add_argument("--out", type=Path, default=common.RESULTS)
-    parser.add_argument("--tiny", action="store_true", help="small widths: does it run at all")
     return parser.parse_args()
 
 

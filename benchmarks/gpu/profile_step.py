@@ -111,8 +111,7 @@ def main() -> int:
     results = Results(f"profile_{shape.name}", args, unprinted=("kernels",), **facts)
     with tempfile.TemporaryDirectory() as scratch:
         bench = BenchRunner(shape, Path(scratch), args, max_num_tokens=2048)
-        copy_bytes = 1 << 20 if args.tiny else common.COPY_BYTES
-        results.note(copy_bytes_per_s=common.copy_bytes_per_s(bench.device, copy_bytes))
+        results.note(copy_bytes_per_s=common.copy_bytes_per_s(bench.device, is_tiny=args.tiny))
         for case in cases:
             with results.setting(case.name):
                 results.add("cases", profile_case(bench, case, args))

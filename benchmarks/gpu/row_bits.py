@@ -30,7 +30,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.bench_runner import parse
-from benchmarks.gpu.common import RESULTS
+from benchmarks.gpu.common import options_of
 from benchmarks.gpu.results import Results
 from benchmarks.llama import Shape, write_adapter, write_base_config
 from loraplex.api.output import TokenLogprob
@@ -233,13 +233,10 @@ def difference(one: Sequence[TokenOutput], other: Sequence[TokenOutput]) -> floa
 
 def parse_args() -> argparse.Namespace:
     """Options."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser = options_of(__doc__)
     parser.add_argument("--cases", default="", help="regular expression (all cases)")
     parser.add_argument("--requests", type=int, default=80)
     parser.add_argument("--processes", type=int, default=8, help="cases at the same time (8)")
-    parser.add_argument("--tiny", action="store_true", help="small shapes, to see that it runs")
-    parser.add_argument("--out", type=Path, default=RESULTS)
     return parse(parser, requests=6, processes=2, cases="^(wide|llama) ")
 
 

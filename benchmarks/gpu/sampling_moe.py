@@ -14,18 +14,16 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.gpu.common import (
-    COPY_BYTES,
-    RESULTS,
     captured,
     copy_bytes_per_s,
     device_median_s,
     median_s,
+    options_of,
 )
 from benchmarks.gpu.results import Results
 from loraplex_services.worker.layers.grouped_experts import GroupedExperts
@@ -87,7 +85,7 @@ def cut(way: Callable[..., None], scores: torch.Tensor, limits: torch.Tensor) ->
 def expert_rows(device: torch.device, is_tiny: bool, steps: int) -> Iterator[dict[str, Any]]:
     """One row for each mixture and number of tokens."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    bytes_per_s = copy_bytes_per_s(device, 1 << 20 if is_tiny else COPY_BYTES)
+    bytes_per_s = copy_bytes_per_s(device, is_tiny=is_tiny)
     for name, (num, active, hidden, width) in (TINY_MIXTURES if is_tiny else MIXTURES).items():
         gate_up = torch.randn(num, 2 * width, hidden, device=device).to(dtype) / hidden**0.5
         down = torch.randn(num, hidden, width, device=device).to(dtype) / width**0.5
@@ -125,11 +123,8 @@ def time_s(run: Callable[[], object], device: torch.device, steps: int) -> float
 
 def parse_args() -> argparse.Namespace:
     """Options."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--tiny", action="store_true", help="small shapes, to see that it runs")
+    parser = options_of(__doc__)
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--out", type=Path, default=RESULTS)
     return parser.parse_args()
 
 
