@@ -35,8 +35,8 @@ PEER_LIMITS = {
     },
     "neon": {},
 }
-"""What keeps oneDNN, torch and MKL at a level on processors that have more; on aarch64, they take
-bfloat16 instructions for bfloat16 only."""
+"""Variables that keep oneDNN, torch and MKL at a level on processors that have more. On aarch64,
+they use bfloat16 instructions for bfloat16 only."""
 LOADS, START = "loads", "start"
 """Cases of figures that belong to no batch."""
 
@@ -60,7 +60,7 @@ class Goal(NamedTuple):
     avx2: float
 
     def limit(self, level: str) -> float | None:
-        """None where nobody set one."""
+        """The limit at a level; None if there is none."""
         found: float | None = getattr(self, level, None)
         return found
 
@@ -128,7 +128,7 @@ def run_peers(args: Namespace, level: str, results: Path) -> Rows:
 
 
 def run_start(args: Namespace, results: Path) -> Rows:
-    """What `cpu.start` finds."""
+    """The results of `cpu.start`."""
     return [{"case": START, **run("start", args, [], {}, results)["table"]}]
 
 
@@ -138,7 +138,7 @@ def at_level(level: str) -> list[str]:
 
 
 def dtype_of(level: str) -> str:
-    """What both sides compute in at a level."""
+    """The dtype in which both sides compute at a level."""
     return "bfloat16" if half_is_fast(level) else "float32"
 
 
@@ -205,7 +205,7 @@ def print_table(table: list[dict[str, Any]]) -> None:
 
 
 def cell(entry: dict[str, Any], is_least: bool) -> str:
-    """What was reached and the goal, or why there is no figure."""
+    """The figure and the goal, or why there is no figure."""
     if entry["reached"] is None:
         return f"not measured ({entry['not_measured']})"
     if entry["goal"] is None:

@@ -105,7 +105,7 @@ def copy_bytes_per_s(device: torch.device, *, is_tiny: bool) -> float:
 
 
 def device_facts(device: torch.device) -> dict[str, Any]:
-    """What a reader needs to compare numbers."""
+    """Facts that a reader needs to compare numbers."""
     is_cuda = device.type == "cuda"
     return {
         "device": torch.cuda.get_device_name(device) if is_cuda else "cpu",

@@ -138,7 +138,7 @@ def base_only_batches(args: argparse.Namespace) -> tuple[int, ...]:
 def compare_base_only(
     crowded: dict[int, dict[str, float]], bare: dict[int, dict[str, float]], results: Results
 ) -> None:
-    """What room for adapters, and adapters that nobody uses, cost the base."""
+    """The cost for the base of room for adapters, and of adapters that nobody uses."""
     for size, alone in bare.items():
         times = crowded[size]
         best = "gpu_ms" if "gpu_ms" in times else "step_ms"

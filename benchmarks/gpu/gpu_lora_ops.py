@@ -13,7 +13,7 @@ launch.
 gives all of them 64 rows. `--vllm` and `--sglang` name folders that hold the package `vllm` or
 `sglang`, whose own kernels then run on the same weights, in graphs too; `speedup` is their time
 over ours. Our result is compared with plain torch before anything is timed, and theirs with ours:
-where it differs by more than 2e-2 there is no ratio but a message.
+if it differs by more than 2e-2, a message takes the place of the ratio.
 """
 
 from __future__ import annotations

@@ -136,7 +136,7 @@ def main() -> int:
 
 
 def settings(args: argparse.Namespace) -> dict[str, str]:
-    """Of the stack, so that its engine is that of the other side."""
+    """Settings of the stack, so that its engine is that of the other side."""
     return {
         "LORAPLEX_DEBUG": "load-format=dummy,prefix-cache=false,log-level=info",
         "LORAPLEX_DEVICE": args.device,
@@ -195,7 +195,7 @@ def publish(served: Stack, folders: Sequence[Path], marker: Path) -> dict[str, f
 
 @contextmanager
 def readers(served: Stack, count: int) -> Iterator[Readers]:
-    """Of the stack."""
+    """Processes that read streams of the stack."""
     made = Readers({"grpc": served.grpc, "http": served.http.removeprefix("http://")}, count)
     try:
         yield made

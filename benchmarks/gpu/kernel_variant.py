@@ -56,7 +56,7 @@ class Variant:
 
 @dataclass(frozen=True, slots=True)
 class Resources:
-    """What one program takes."""
+    """The resources of one program."""
 
     num_registers: int
     """Registers of each thread."""

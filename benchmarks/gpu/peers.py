@@ -73,8 +73,8 @@ class Switches:
 
 
 class Platform(Nothing):
-    """What kernels ask about the device. Triton takes the answers as constants, which must not be
-    `Nothing`."""
+    """Answers to the questions of kernels about the device. Triton takes the answers as constants,
+    which must not be `Nothing`."""
 
     def is_cuda(self) -> bool:
         return torch.cuda.is_available()
@@ -90,7 +90,7 @@ def _tensor(data: Any, device: Any = None, dtype: torch.dtype | None = None) -> 
 
 
 OF_VLLM = {"envs": Switches(), "current_platform": Platform(), "async_tensor_h2d": _tensor}
-"""What vLLM's kernels import and need."""
+"""Modules that vLLM's kernels import and need."""
 
 
 def _as_is(function_or_key: Any) -> Any:

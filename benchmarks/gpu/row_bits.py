@@ -129,7 +129,7 @@ def tiny_runner(root: Path, name: str, dtype: str, args: argparse.Namespace) -> 
 def runner_of(
     base: Path, dtype: str, device: str, arena_bytes: int, **settings: Any
 ) -> TorchRunner:
-    """Of small steps."""
+    """A runner with small steps."""
     return build_runner(
         base,
         device=device,

@@ -86,7 +86,7 @@ class Attainment(NamedTuple):
 
 
 def attainments(workload: Workload, most: Capacity) -> Attainment:
-    """What is reached and what could be, for one trace."""
+    """The shares that are reached and that could be reached, for one trace."""
     trace = generate(workload)
     with_abort, without = (
         summarize(Simulation(fleet(None, first_token_s), RANKS).run(trace), SLO_S)

@@ -60,7 +60,7 @@ class Worker:
     copying_until_s: float = 0.0
 
     def view(self, now_s: float) -> WorkerView:
-        """What a gateway receives."""
+        """The worker's state as a gateway receives it."""
         held = {
             name: AdapterResidency(name, Tier.DEVICE if loaded_s <= now_s else Tier.LOADING)
             for name, loaded_s in self.slots.items()

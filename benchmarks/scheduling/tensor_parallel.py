@@ -29,7 +29,7 @@ from loraplex_services.worker.types.messages import EngineConfig
 LATENCY_S = 10e-6
 """The time of one collective among GPUs of a machine, in seconds."""
 LINK_BYTES_PER_S = 200e9
-"""What a GPU sends over NVLink, of a nominal 300 GB/s."""
+"""Bytes per second that a GPU sends over NVLink, of a nominal 300 GB/s."""
 BASE_COLLECTIVES, LORA_COLLECTIVES = 2, 2
 """Collectives in each layer: after o and down; for q, k and v together, and for o."""
 ITEM_BYTES = 2

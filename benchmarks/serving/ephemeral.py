@@ -40,7 +40,7 @@ SETTINGS = {"LORAPLEX_DTYPE": "float32", "LORAPLEX_KV_MEMORY": "64MiB"}
 
 @dataclass(slots=True)
 class Run:
-    """What was measured, in the order in which requests ended."""
+    """Measurements, in the order in which requests ended."""
 
     publish_s: list[float] = field(default_factory=list)
     first_token_s: list[float] = field(default_factory=list)

@@ -24,7 +24,7 @@ _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 
 @dataclass(frozen=True, slots=True)
 class Flood:
-    """What a flood sent."""
+    """The frames that a flood sent."""
 
     connections: int
     streams: int
@@ -48,7 +48,7 @@ def opening(
     path: str = WATCH,
     key: str = "",
 ) -> bytes:
-    """What a client sends that opens streams and acknowledges no settings.
+    """The bytes of a client that opens streams and acknowledges no settings.
 
     Args:
         asks: sends an empty request on each stream, and reads no answers.

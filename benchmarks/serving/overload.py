@@ -48,7 +48,7 @@ WARM_UP_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What one client saw; seconds of the clock."""
+    """One request as its client saw it; times are seconds of the clock."""
 
     began_s: float
     ended_s: float

@@ -25,7 +25,8 @@ class ProcessorTime:
 
     usual_s: float = 0.0
     low_s: float = 0.0
-    """By processes with a lower priority than this one: those of pools, also if they have ended."""
+    """Seconds of processes with a lower priority than this one: those of pools, also if they have
+    ended."""
 
     def __add__(self, other: ProcessorTime) -> ProcessorTime:
         return ProcessorTime(self.usual_s + other.usual_s, self.low_s + other.low_s)

@@ -63,7 +63,7 @@ SETTINGS = {
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What one request brought."""
+    """The answer to one request."""
 
     name: str
     digest: str
@@ -89,7 +89,7 @@ class Fleet:
     """All names and versions, and what happened."""
 
     seeds: dict[str, int] = field(default_factory=dict)
-    """What the weights of each digest follow from."""
+    """The seed of the weights of each digest."""
     moves: dict[str, list[Move]] = field(default_factory=dict)
     """By name."""
     counts: Counter[str] = field(default_factory=Counter)

@@ -159,7 +159,7 @@ def _leave_page_cache(adapter: DiskAdapter) -> None:
 
 @dataclass
 class Times:
-    """What first tokens from one tier took."""
+    """Times of first tokens from one tier."""
 
     bench: Bench
     wall_s: list[float] = field(default_factory=list)
