@@ -187,7 +187,8 @@ class ServedBy:
     worker_id: str
     base_id: str
     tokenizer_digest: str = ""
-    """Of the tokenizer files and chat templates, which the digests of adapters do not cover."""
+    """Digest of the tokenizer files and chat templates, which the digests of adapters do not
+    cover."""
 
 
 @dataclass(slots=True)
@@ -200,7 +201,7 @@ class Usage:
     cached_tokens: int = 0
     """Tokens of the prompt that the prefix cache had."""
     reasoning_tokens: int = 0
-    """Those of the generated tokens that are reasoning, of a chat over gRPC."""
+    """Generated tokens that are reasoning, in a chat over gRPC."""
 
     @property
     def total_tokens(self) -> int:

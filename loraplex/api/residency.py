@@ -14,7 +14,7 @@ class Tier(enum.IntEnum):
     DISK = 1
     """Verified, in the disk cache."""
     HOST = 2
-    """On disk, and its image is in the pinned host memory of a worker on a GPU."""
+    """It is on disk, and its image is in the pinned host memory of a worker on a GPU."""
     LOADING = 3
     """On its way to the device."""
     DEVICE = 4

@@ -100,7 +100,8 @@ class Sampling:
     allowed_token_ids: Sequence[int] = ()
     bad_token_ids: Sequence[int] = ()
     bad_words: Sequence[str] = ()
-    """Not to be generated, as the tokenizer writes them with and without a space before."""
+    """Words that are not generated, as the tokenizer writes them with and without a space
+    before."""
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool | None = None
     scale: float | None = None
@@ -137,7 +138,7 @@ class SamplingParams:
     """The only tokens that may be generated; empty = all."""
     bad_token_ids: tuple[int, ...] = ()
     bad_sequences: tuple[tuple[int, ...], ...] = ()
-    """Of two tokens or more. The last one may not follow the others, all of the output."""
+    """Sequences of two tokens or more. The last token may not follow the others in the output."""
     logprobs: int | None = None
     """Alternatives per output token; None = no logprobs at all."""
     logprob_token_ids: tuple[int, ...] = ()

@@ -32,8 +32,8 @@ WRAPPED_PART = "language_model."
 NEGLIGIBLE = 3e-6
 """Relative norm below which singular values of a module are dropped as rounding errors."""
 LARGEST_DEVIATION = 1e-4
-"""Of what a layer adds for random inputs from an update and a bias, relative to its norm. Rounding
-errors are below; a method that is not linear is far above."""
+"""Largest relative deviation of a layer's result for random inputs from that of an update and a
+bias. Rounding errors are below it; a method that is not linear is far above."""
 _CHUNK_ROWS, _NUM_PROBES = 1024, 8
 
 

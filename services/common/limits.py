@@ -278,7 +278,7 @@ MAX_FILE_DOWNLOADS = 64
 """Most downloads of files that one gateway sends at the same time; each takes up to 2 MiB of
 memory."""
 MAX_FILE_DOWNLOADS_PER_TENANT = 16
-"""As many more may wait."""
+"""Most downloads of one tenant; as many more may wait."""
 OBJECTS_PER_CALL = 20
 """Files or batch jobs of a tenant that a call looks at. It counts as one more call for each of
 these, at most as `CALL_BURST`."""

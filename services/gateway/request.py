@@ -127,7 +127,7 @@ class WorkerJob:
     """One sequence to be run by some worker of a base until a deadline."""
 
     request: WorkerRequest
-    """Without the times that remain, which each attempt sets."""
+    """The request without the times that remain, which each attempt sets."""
     base_id: str
     deadline_s: float
     """Absolute, on the gateway's monotonic clock."""

@@ -91,7 +91,8 @@ class _Flight:
         self.ended.set_result(reason)
 
     def _report(self) -> None:
-        """At the first token and at the end: what comes between only one tenant is charged for."""
+        """Report at the first token and at the end. What comes between matters only for what a
+        tenant is charged."""
         if self.permit is not None:
             self.permit.served(self.num_output - self.num_reported)
         self.num_reported = self.num_output

@@ -116,7 +116,7 @@ class Child:
                 os.killpg(self._process.pid, signal.SIGKILL)
 
     def _signal(self, number: signal.Signals) -> None:
-        """To the process alone: it drains its own children."""
+        """Send a signal to the process alone, because it drains its own children."""
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError):
                 self._process.send_signal(number)

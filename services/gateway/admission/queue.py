@@ -57,9 +57,9 @@ class AdmissionQueue:
         self.window = Window()
         """Limits on prompt tokens in flight; may change while requests run."""
         self._tenants: dict[str, TenantQueue] = {}
-        """Of every tenant with live requests."""
+        """The queue of every tenant with live requests."""
         self._waiting: dict[str, TenantQueue] = {}
-        """Of those with waiting requests."""
+        """The queues with waiting requests."""
         self.num_waiting = 0
         """Requests in the queue."""
         self.dropped: list[AdmissionRequest] = []

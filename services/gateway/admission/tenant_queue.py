@@ -15,7 +15,7 @@ from loraplex_services.gateway.admission.request import AdmissionRequest
 from loraplex_services.gateway.admission.rising_heap import RisingHeap, SortKey
 
 Requests = OrderedDict[int, AdmissionRequest]
-"""By number, oldest first. A client that leaves may take a thousand out of the middle."""
+"""Requests by number, oldest first. A client that leaves may take a thousand out of the middle."""
 Flow = tuple[bool, Hashable]
 """Whether its requests await a fetch, and their adapters."""
 
@@ -25,7 +25,7 @@ class TenantQueue:
 
     def __init__(self) -> None:
         self.served = VirtualCounters()
-        """By the adapters of the tenant's live requests."""
+        """Service by the adapters of the tenant's live requests."""
         self._of_priority: dict[int, _EquallyUrgent] = {}
         """No empty ones."""
         self._num = 0

@@ -16,7 +16,7 @@ from loraplex_services.gateway.batches.files import Files
 from loraplex_services.gateway.batches.records import BatchError, BatchRecord
 
 _LINE = re.compile(rb"([^\r\n]+)[\r\n]*")
-"""With the empty lines that follow: a search would look at each of them by itself."""
+"""A line with the empty lines that follow it, each of which a search would otherwise look at."""
 _FIELDS = ("custom_id", "method", "url", "body")
 
 
@@ -25,7 +25,7 @@ class Line:
     """One line: a request, or what is wrong with it."""
 
     index: int
-    """From 0 on, without empty lines."""
+    """Index of the line, from 0 on; empty lines do not count."""
     custom_id: str | None = None
     body: dict[str, Any] | None = None
     error: BatchError | None = None

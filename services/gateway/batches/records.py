@@ -66,7 +66,7 @@ class BatchRecord:
     key_id: str
     """The key that created it, with which it runs; "" without auth."""
     scopes: tuple[str, ...]
-    """Of that key."""
+    """Scopes of that key."""
     endpoint: str
     input_file_id: str
     created_s: int

@@ -47,7 +47,7 @@ class Result:
     is_output: bool
     counts: Counts
     text: bytes
-    """With its newline."""
+    """The line with its newline."""
 
     def encoded(self) -> bytes:
         """As it is stored."""

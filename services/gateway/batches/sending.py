@@ -28,7 +28,8 @@ from loraplex_services.gateway.metrics import BATCH_REQUESTS
 logger = logging.getLogger(__name__)
 
 _MAX_ATTEMPTS = 3
-"""Of a line that a server failed. One that came at a bad time is sent until the job expires."""
+"""Most attempts for a line that a server failed. One that came at a bad time is sent until the job
+expires."""
 _MAX_WAIT_S = 30.0
 _STORE_RETRY_S = 1.0
 
@@ -70,13 +71,13 @@ class LineSender:
         self._record = record
         self._caller = Caller(record.tenant, record.key_id, frozenset(record.scopes))
         self.counts = record.counts
-        """Of the lines with a result."""
+        """Counts of the lines with a result."""
         self.num_bytes = 0
         """Bytes of the results that are stored."""
         self._custom_ids = CustomIds()
         self._tasks: set[asyncio.Task[None]] = set()
         self._answering: set[asyncio.Task[None]] = set()
-        """Those of the tasks that wait for an answer."""
+        """The tasks that wait for an answer."""
         self._failure: BaseException | None = None
         """The first error of a task: a line without a result must not go unnoticed."""
         self._stopping = asyncio.Event()

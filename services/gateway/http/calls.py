@@ -69,7 +69,7 @@ class OpenAICall:
     """One HTTP request: a call per prompt, and how to format the answer."""
 
     request_id: str
-    """Of all its calls. Those of several prompts add a number to it."""
+    """Id of all its calls. Those of several prompts add a number to it."""
     model: str
     calls: tuple[GenerateCall, ...]
     is_chat: bool

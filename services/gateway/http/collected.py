@@ -76,7 +76,7 @@ class CollectedChoice:
         self._logprobs.extend(first.logprobs)
         self._spans: Iterable[WeightSpan] = first.spans
         self._routed: RoutedExperts | None = None
-        """Where the experts begin, without any; None = there are none yet."""
+        """The beginning of the experts, without any of them; None = there are none yet."""
         self._experts: list[bytes] = []
         self._add_experts(first.routed_experts)
 

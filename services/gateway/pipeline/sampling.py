@@ -34,7 +34,7 @@ _BIASES = Range(-100.0, 100.0)
 _DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(SamplingParams)} | {
     "temperature": 1.0
 }
-"""Where neither the request nor the base's generation_config.json has a value."""
+"""Values for what neither the request nor the base's generation_config.json sets."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,8 @@ def resolve(
 
 
 def _check_prompt_logprobs(num_top: int, num_prompt_tokens: int, num_choices: int) -> None:
-    """A worker sends those of a prompt in one message. Raises: InvalidRequest."""
+    """Limit the logprobs of a prompt, which a worker sends in one message. Raises:
+    InvalidRequest."""
     num_entries = num_prompt_tokens * (1 + num_top) * num_choices
     if num_entries > MAX_PROMPT_LOGPROBS:
         why = (
@@ -107,7 +108,7 @@ def _check_prompt_logprobs(num_top: int, num_prompt_tokens: int, num_choices: in
 
 
 def check_grammar(grammar: Grammar | None) -> None:
-    """Only its size: the worker knows the language and refuses what it cannot read.
+    """Check only its size: the worker knows the language and refuses what it cannot read.
 
     Raises: InvalidRequest.
     """
@@ -125,7 +126,7 @@ def check_grammar(grammar: Grammar | None) -> None:
 
 
 def check_bad_words(words: Sequence[str]) -> None:
-    """Before they are tokenized. Raises: InvalidRequest."""
+    """Check words before they are tokenized. Raises: InvalidRequest."""
     if len(words) > MAX_BAD_WORDS:
         raise InvalidRequest.field("bad_words", len(words), f"at most {MAX_BAD_WORDS} words")
     for index, word in enumerate(words):
@@ -135,9 +136,8 @@ def check_bad_words(words: Sequence[str]) -> None:
 
 
 def _check_word_tokens(words: Sequence[Sequence[int]]) -> None:
-    """Each choice of a request carries them all, and looks at them in every step.
-
-    Raises: InvalidRequest.
+    """Limit their tokens: each choice of a request carries them all, and looks at them in every
+    step. Raises: InvalidRequest.
     """
     num_tokens = sum(map(len, words))
     if num_tokens > MAX_TOKEN_IDS_PER_FIELD:

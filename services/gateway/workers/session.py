@@ -62,7 +62,7 @@ class WorkerSession:
         self._call: Any = stub.Session(metadata=metadata)
         self._outbox = Outbox()
         self._jobs: dict[str, _Running] = {}
-        """By the id of their requests on the wire."""
+        """Jobs by the id of their requests on the wire."""
         self.in_flight_tokens = 0
         """Sum of their `num_waiting`."""
         self._uses: NonzeroCounter[str] = NonzeroCounter()

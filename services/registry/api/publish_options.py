@@ -76,7 +76,8 @@ def options_from_proto(message: pb.PublishOptions, tenant: str) -> Options:
 
 
 def visibility_from_proto(number: pb.Visibility, field: str) -> int:
-    """As records have it, or 0 for unspecified. Raises Unsupported for a later version's."""
+    """The visibility as records have it; 0 if unspecified. Raises Unsupported for a value of a
+    later version."""
     if number not in pb.Visibility.values():
         raise Unsupported.field(field, number, "is a visibility that this version does not know")
     return int(number)

@@ -53,7 +53,7 @@ class IndexPage:
 
     epoch: str
     adapters: list[tuple[str, Found]]
-    """With their scopes. The last one may lack the versions after `end`."""
+    """Adapters with their scopes. The last one may lack the versions after `end`."""
     end: Cursor | None
     """Where the next page begins; None if there is none."""
 

@@ -127,7 +127,7 @@ class AdapterLoads:
         return bool(actions)
 
     def _copy_ended(self, load: Load, pending: Pending[Copied]) -> None:
-        """On the thread of the copy."""
+        """Called on the thread of the copy."""
         if load.digest in self._prefetches:
             copied = _result(pending)
             if not isinstance(copied, Exception) and copied.failure is None:

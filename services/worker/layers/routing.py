@@ -8,7 +8,7 @@ from torch import Tensor
 from loraplex.api.output import RoutingShape
 
 _DTYPES = {1: torch.uint8, 2: torch.int16}
-"""By bytes of a number. No base has enough experts to need the sign bit of the second."""
+"""Types by bytes of a number. No base has enough experts to need the sign bit of the second."""
 
 
 class RoutingNotes:

@@ -127,12 +127,12 @@ class SiteWeights:
     biases: Mapping[int, Tensor]
     """Biases by site id, if the base has any."""
     norm_offsets: Mapping[int, float]
-    """By site id: the offset that is added to a norm's weight, including a trained one; 0 if
+    """The offset that is added to a norm's weight, including a trained one, by site id; 0 if
     absent."""
     shard: Shard = ONLY
     """Which part of each site the layers have. `table` and `linears` describe complete sites."""
     published: Mapping[int, WeightRows] = field(default_factory=dict)
-    """By site id: the published weight, if it was quantised on load."""
+    """The published weight by site id, if it was quantised on load."""
 
     @property
     def own_table(self) -> SiteTable:

@@ -49,8 +49,8 @@ class QuantisedOnLoad:
         window: TensorWindow | None = None,
         dtype: torch.dtype | None = None,
     ) -> Tensor:
-        """See `load.Weights`; as the files have it. Experts are taken where no kernel reads their
-        codes: their weights are what the codes mean.
+        """See `load.Weights`; as the files have it. Experts whose codes no kernel reads are taken
+        here, as dequantised codes.
 
         Raises Unsupported for the experts of files that store those of a layer as one tensor.
         """
@@ -82,7 +82,7 @@ class QuantisedOnLoad:
         return SCHEMES[self._scheme](weight)
 
     def rows_in_files(self, parts: Sequence[tuple[str, int]], num_inputs: int) -> WeightRows:
-        """See `load.Weights`. Rows are those that the codes mean, except of the embedding."""
+        """See `load.Weights`. Rows are dequantised codes, except those of the embedding."""
         rows, names = self._files.rows_in_files(parts, num_inputs), {name for name, _ in parts}
         if names == {TABLE}:
             return rows
@@ -94,8 +94,7 @@ class QuantisedOnLoad:
 
 
 class _QuantisedRows:
-    """Implements `WeightRows`: rows of a weight as they are once it is quantised, each by
-    itself."""
+    """Implements `WeightRows`: rows of a weight after quantisation, each quantised separately."""
 
     def __init__(self, rows: WeightRows, quantise: Callable[[Tensor], CodedWeight]) -> None:
         self._rows = rows

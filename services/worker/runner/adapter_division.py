@@ -14,7 +14,7 @@ from loraplex_services.worker.types.runner_settings import RunnerSettings
 logger = logging.getLogger(__name__)
 
 _ITEM_BYTES = {"int8": 1, "float16": 2, "bfloat16": 2, "float32": 4}
-"""By the setting `lora_dtype`, which otherwise means the model's dtype."""
+"""Bytes of an item by the setting `lora_dtype`. Other values mean the model's dtype."""
 
 
 def division_of(

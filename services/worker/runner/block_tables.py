@@ -65,13 +65,13 @@ class BlockTables:
         self._held: dict[Request, int] = {}
         """The row of each request."""
         self._tables_of: dict[int, Tables] = {}
-        """By row: its request's tables. A different list means that the request has started
-        again."""
+        """The tables of the request of each row. A different list means that the request has
+        started again."""
         self._free = list(range(max_rows - 1, -1, -1))
         self._first_open = np.full(max_rows, -1, dtype=np.int64)
-        """By row: blocks before this one cannot change any more; -1 = nothing is written."""
+        """For each row, blocks before this one cannot change any more; -1 = nothing is written."""
         self._num_blocks = [0] * max_rows
-        """By row: number of entries in each KV group."""
+        """For each row, the number of entries in each KV group."""
         self._last_tables: list[Tables] = []
         self._last_rows: Int64s = np.zeros(0, dtype=np.int64)
         """The tables of the step before, and their rows."""

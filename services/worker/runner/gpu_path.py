@@ -66,11 +66,11 @@ class GpuPath:
         self._model = model
         self._kv = kv
         self._pending_copies: dict[int, CopyEvents] = {}
-        """By slot: copies of adapters for which the step's stream has not waited."""
+        """Copies of adapters, by slot, for which the step's stream has not waited."""
         self._heads = frozenset(site.id for site in sites.sites if site.kind == LM_HEAD)
         self._masks = (frozenset[int](), *site_masks(sites))
         self._masks_of_slots: dict[int, int | None] = {}
-        """By slot: index of the set of sites that a graph must have; None = no graph can compute
+        """Index of the set of sites that a graph must have, by slot; None = no graph can compute
         it."""
         stored = torch.int8 if int8 else kv.dtype
         tables = DeviceTables(

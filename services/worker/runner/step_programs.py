@@ -27,7 +27,8 @@ from loraplex_services.worker.ops.lora.worklist import LoraBatch
 from loraplex_services.worker.ops.rope.torch import CosSin
 
 MAX_ROWS = 2048
-"""Of larger steps, Python takes a share that is not worth the memory."""
+"""Most rows of a program. In larger steps, Python takes too little of the time to be worth the
+memory."""
 
 
 class Kind(NamedTuple):

@@ -107,7 +107,7 @@ class TokenChooser:
     model: Decoder
     eos_ids: Sequence[int]
     draws: DrawOperators
-    """Of the model's operators."""
+    """The draws of the model's operators."""
     shared: LeadingHead | None = None
     """The head, if ranks divide its tokens."""
 

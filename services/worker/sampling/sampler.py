@@ -60,7 +60,7 @@ class Choices:
     """int64 `[N]`, on the device."""
     chunks: Sequence[ChosenChunk]
     order: Sequence[int] | None = None
-    """By token: its index in the chunks; None = they are in order."""
+    """The index of each token in the chunks; None = they are in order."""
 
     def read(self) -> tuple[list[int | None], dict[int, TokenLogprob]]:
         """The tokens as `Sampled.token_id`, and the logprobs of those whose requests ask for them,

@@ -133,7 +133,7 @@ class ModelConfig:
     """Multiply by the norm weight before rounding to the model's dtype, not after."""
     embed_scale: float = 1.0
     chunked: tuple[bool, ...] = ()
-    """By layer: whether its window begins at a multiple of its size; empty = none does."""
+    """Whether the window of each layer begins at a multiple of its size; empty = none does."""
     query_scale: QueryScale | None = None
     attention_sinks: bool = False
     """Whether each query head has one score more than it has keys, without a value."""
@@ -145,11 +145,12 @@ class ModelConfig:
     recurrence: RecurrenceConfig | None = None
     """Gated delta nets of some layers; None = every layer has attention."""
     own_kv_heads: tuple[KvHeads, ...] = ()
-    """By layer, where layers differ; empty = all have `num_kv_heads` of `head_dim`."""
+    """The key heads of each layer, where layers differ; empty = all have `num_kv_heads` of
+    `head_dim`."""
     kv_sources: tuple[int, ...] = ()
-    """By layer: the layer whose keys and values it reads; empty = each has its own."""
+    """The layer whose keys and values each layer reads; empty = each has its own."""
     keys_are_values: tuple[bool, ...] = ()
-    """By layer: whether values are made from the same projection as keys."""
+    """Whether each layer makes values from the same projection as keys."""
     wide_mlps: tuple[int, ...] = ()
     """Layers whose MLP has twice the width."""
     layer_input_size: int = 0

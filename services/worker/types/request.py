@@ -124,7 +124,7 @@ class Request:
     """When all its adapters were on the device for the first time, on the engine's clock."""
     first_token_s: float | None = None
     edits_logits: bool = field(init=False)
-    """That of `sampling`, which steps ask for every row."""
+    """The property of `sampling`, which steps read for every row."""
 
     def __post_init__(self) -> None:
         self.edits_logits = self.sampling.edits_logits

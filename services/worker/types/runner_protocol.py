@@ -142,8 +142,8 @@ class Runner(Protocol):
     def copy_adapter(self, path: Path, extents: Extents, step_s: float = 0.0) -> Pending[Copied]:
         """Fill `extents`, which no step reads in the meantime, from the image in a folder.
 
-        `step_s`: how long a step takes. A copy that lands in less may be passed on while it is
-        under way; the steps that use it wait for what has not been copied.
+        `step_s`: how long a step takes. A copy that ends in less may be returned while it is under
+        way; the steps that use it wait for what has not been copied.
         """
         ...
 

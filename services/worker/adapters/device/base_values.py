@@ -43,8 +43,8 @@ class SiteValues:
 
     @torch.inference_mode()
     def changed_rows(self, module: AdapterModule, read: Read) -> ChangedRows | None:
-        """Whatever the module brings (single rows, a whole weight, the table under its LoRA
-        matrices, which is usually the base's own): the rows that are not the base's."""
+        """The rows that differ from the base's, whatever the module has: single rows, a whole
+        weight, or the table under its LoRA matrices, which usually equals the base's."""
         with torch.cuda.stream(self._stream):
             return self._changed_rows(module, read)
 

@@ -26,9 +26,9 @@ from loraplex_services.worker.types.sharding import (
 from loraplex_services.worker.types.sites import HEAD, LM_HEAD, Site, Slice
 
 RowIds = dict[str, tuple[int, ...]]
-"""By module: which rows of its site's weight the adapter replaces."""
+"""The rows of its site's weight that the adapter replaces, by module."""
 ZEROS = -1
-"""In `Part.rows`: a row that fills up a rank's share."""
+"""Stands in `Part.rows` for a row that fills up a rank's share."""
 
 
 def cut_plans(plans: Sequence[SitePlan], layout: AdapterLayout, row_ids: RowIds) -> list[SitePlan]:

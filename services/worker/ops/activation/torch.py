@@ -34,8 +34,8 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "tanh": torch.tanh,
     "linear": lambda x: x,
 }
-"""By the names of `hidden_act` in the transformers library. Those that it computes by several
-formulas of the same function are one here."""
+"""Activations by the names of `hidden_act` in the transformers library. Names for several formulas
+of one function share an activation here."""
 
 
 Activation = str | ClampedSwiglu

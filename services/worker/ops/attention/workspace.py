@@ -29,8 +29,8 @@ class Workspace:
     def partial_sums(
         self, num_items: int, num_rows: int, shape: HeadShape, device: torch.device
     ) -> PartialSums:
-        """At least for that many. A larger step replaces what is kept; captured steps hold on to
-        their own."""
+        """Partial sums for at least that many items. A larger step replaces those that are kept;
+        captured steps keep their own."""
         known = self._sums.get(head_sizes(shape))
         if known is None or not known.holds(num_items, num_rows):
             if known is not None:

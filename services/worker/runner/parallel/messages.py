@@ -110,11 +110,11 @@ class RowMessage(msgspec.Struct, frozen=True, array_like=True):
     start: int
     num_tokens: int
     tables: list[tuple[int, list[int]]]
-    """By KV group: the first entry of the block table that has changed, and the entries from there
-    on."""
+    """For each KV group, the first entry of the block table that has changed, and the entries from
+    there on."""
     states: list[tuple[int, list[int] | None, list[int]]] = []
-    """Of a base with recurrent layers, each span: its number of tokens, and the blocks with the
-    state before and after it. None = the state is advanced where it is."""
+    """The spans of a base with recurrent layers: number of tokens, and the blocks with the state
+    before and after. None = the state is advanced where it is."""
 
 
 class Step(msgspec.Struct, frozen=True, tag="step"):
