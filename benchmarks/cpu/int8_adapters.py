@@ -26,7 +26,7 @@ from loraplex_services.worker.runner.runner import TorchRunner
 from loraplex_services.worker.runner.steps import AtOnce
 from loraplex_services.worker.types.request import Request
 from loraplex_services.worker.types.step_plan import PlannedRow, StepPlan
-from tests.worker.loading import adapter_blocks, load_adapter
+from tests.worker.loading import load_adapter
 
 DEMO = Path(__file__).parents[2] / "demo"
 ARENA_BYTES = 64 << 20
@@ -75,7 +75,7 @@ def serve(folder: Path, lora_dtype: str) -> Served:
         lora_dtype=lora_dtype,
         executors=(AtOnce(), AtOnce()),
     )
-    load_adapter(runner, 0, folder, range(adapter_blocks(runner, folder)))
+    load_adapter(runner, 0, folder, range)
     table = runner._adapters.table.values()
     return Served(runner, sum(tile.data.nbytes for d in table for tile in (*d.a, *d.b)))
 
