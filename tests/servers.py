@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import random
 import shutil
 import socket
 import subprocess
@@ -15,12 +16,26 @@ import pytest
 
 from loraplex_services.registry.index.metadata_server import find_binary
 
+_RANDOM = random.SystemRandom()
+"""Not seeded alike in processes that run next to each other."""
+
 
 def free_port() -> int:
-    """A TCP port of loopback that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A TCP port of loopback that nobody listens on.
+
+    It is none of those that systems give to sockets bound to port 0 and to connections, or another
+    process could have it before its server starts.
+    """
+    while True:
+        port = _RANDOM.randrange(20_000, 32_000)
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind(("127.0.0.1", port))
+            return port
+
+
+def free_address() -> str:
+    """`HOST:PORT` of such a port."""
+    return f"127.0.0.1:{free_port()}"
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from tests.cli.nursery import Nursery
-from tests.servers import free_port
+from tests.servers import free_address
 
 REPO = Path(__file__).parents[2]
 DEMO = REPO / "demo"
@@ -77,7 +77,7 @@ def nursery() -> Iterator[Nursery]:
 @pytest.fixture(scope="session")
 def offline(nursery: Nursery) -> Command:
     """`registry` with nobody to talk to."""
-    address = f"127.0.0.1:{free_port()}"
+    address = free_address()
     return Command(MODULE, {"LORAPLEX_REGISTRY_ADDRESS": address}, nursery)
 
 
@@ -85,7 +85,7 @@ def offline(nursery: Nursery) -> Command:
 def registry(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Command]:
     """`registry` against a running registry that knows the demo base."""
     state = tmp_path_factory.mktemp("registry")
-    address = f"127.0.0.1:{free_port()}"
+    address = free_address()
     variables = {"LORAPLEX_REGISTRY_LISTEN": address, "LORAPLEX_STATE_DIR": str(state)}
     with (state / "log").open("w") as log:
         server = subprocess.Popen(

@@ -19,7 +19,7 @@ from tests.e2e.test_failover import (
     undisturbed,
 )
 from tests.processes import processes_running
-from tests.worker.nodes import free_address
+from tests.servers import free_address
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
 

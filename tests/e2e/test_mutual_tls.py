@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -17,20 +16,13 @@ from pathlib import Path
 import pytest
 
 from tests.certificates import Authority
+from tests.servers import free_port
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
 REPO = Path(__file__).parents[2]
 DEMO = REPO / "demo"
 ADMIN_KEY = "lpx_first_" + "s" * 24
 WAIT_S = 120.0
-
-
-def _ports(count: int) -> list[int]:
-    with ExitStack() as stack:
-        holders = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for holder in holders:
-            holder.bind(("127.0.0.1", 0))
-        return [holder.getsockname()[1] for holder in holders]
 
 
 @contextmanager
@@ -70,7 +62,7 @@ def _complete(http: int) -> str:
 
 def test_services_with_certificates_need_no_token(tmp_path: Path) -> None:
     house = Authority(tmp_path / "house")
-    people, services, worker, grpc, http = _ports(5)
+    people, services, worker, grpc, http = (free_port() for _ in range(5))
     key_file = tmp_path / "admin.key"
     key_file.write_text(ADMIN_KEY)
     objects = {"LORAPLEX_OBJECTS": f"file://{tmp_path}/objects"}

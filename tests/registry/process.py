@@ -12,7 +12,7 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from tests.servers import free_port
+from tests.servers import free_address
 
 START_TIMEOUT_S = 60.0
 
@@ -21,7 +21,7 @@ class RegistryProcess:
     """`python -m loraplex_services.registry` on a free port of loopback."""
 
     def __init__(self, state_dir: Path, **variables: str) -> None:
-        self.address = f"127.0.0.1:{free_port()}"
+        self.address = free_address()
         self._log = state_dir.parent / f"{state_dir.name}.log"
         kept = {k: v for k, v in os.environ.items() if not k.startswith("LORAPLEX_")}
         self._environ = {

@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import socket
 import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from loraplex_services.common.processes.secret import start_with_secret
 from loraplex_services.worker.types.nodes import Nodes, rank_command
+from tests.servers import free_port
 
 TOKEN = "secret-of-the-group"
-
-
-def free_address() -> str:
-    """A port of the loopback interface that nobody uses."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return f"127.0.0.1:{free.getsockname()[1]}"
 
 
 @contextlib.contextmanager
@@ -30,7 +24,7 @@ def other_node(
         host: address of this machine, as the other one reaches it.
         prefix: what runs a command on the other machine.
     """
-    port = free_address().rpartition(":")[2]
+    port = free_port()
     nodes = Nodes(2, f"{host}:{port}", TOKEN)
     arguments = num_ranks, nodes, str(model_dir)
     ranks = [

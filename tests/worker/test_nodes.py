@@ -11,8 +11,8 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from tests.processes import processes_running
+from tests.servers import free_address
 from tests.worker import tiny
-from tests.worker.nodes import free_address
 from tests.worker.test_rank_processes import RANK_MODULE, tokens_of
 from tests.worker.worker_process import (
     PATIENCE_S,

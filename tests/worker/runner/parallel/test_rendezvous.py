@@ -29,7 +29,7 @@ from loraplex_services.worker.runner.parallel.rendezvous import (
     receive,
 )
 from loraplex_services.worker.types.nodes import Nodes
-from tests.worker.nodes import free_address
+from tests.servers import free_address, free_port
 
 BUILD = Build(release="1.0", torch_version="2.0", tensor_parallel=2, nnodes=1)
 PATIENCE_S = 30.0
@@ -161,7 +161,7 @@ def test_an_address_of_another_machine_is_refused_as_the_setting():
 
 
 def test_a_name_listens_on_all_interfaces_and_is_reached_on_loopback():
-    port = free_address().rpartition(":")[2]
+    port = free_port()
     meeting = Rendezvous(Nodes(2, f"worker-0.example:{port}", "secret"), "secret")
     try:
         connect(meeting.address, "secret", Join(1, BUILD), PATIENCE_S)
