@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tests.worker.parity.bases import TinyBase
+from tests.worker.parity.bases import TinyBase, set_swiglu_limit
 
 GROUP = 32
 PLAIN_MODULES = ("layers.0.mlp.down_proj", "layers.1.self_attn.v_proj")
@@ -352,6 +352,7 @@ def quantised_base(base: TinyBase, layout_name: str, folder: Path) -> TinyBase:
         attn_implementation="eager",
         experts_implementation="eager",  # as in `make_base`
     )
+    set_swiglu_limit(model)
     return TinyBase(f"{base.name}-{layout_name}", folder, model.eval().requires_grad_(False))
 
 
