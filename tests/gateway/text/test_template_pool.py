@@ -21,7 +21,9 @@ TIMEOUT_S = 1.0
 
 @pytest.fixture
 async def pool() -> AsyncIterator[TemplatePool]:
-    made = TemplatePool(replace(TEMPLATES, num_processes=1, timeout_s=TIMEOUT_S))
+    """Of one process; jobs wait for it however long it takes to start on a busy machine."""
+    limits = replace(TEMPLATES, num_processes=1, timeout_s=TIMEOUT_S, max_wait_s=60.0)
+    made = TemplatePool(limits)
     yield made
     await made.close()
 
