@@ -51,6 +51,17 @@ class ModelConfigReader:
             raise self.refuse(key, value, "must be a positive integer")
         return value
 
+    def optional_integer(self, key: str) -> int | None:
+        """A positive integer; None if the file has null, or nothing."""
+        return None if self.get(key) is None else self.integer(key)
+
+    def count(self, key: str, default: int) -> int:
+        """An integer of at least 0."""
+        value = self.get(key, default)
+        if type(value) is not int or value < 0:
+            raise self.refuse(key, value, "must be an integer of at least 0")
+        return value
+
     def number(self, key: str, default: float | None = None) -> float:
         """A number, as float."""
         value = self.get(key, default)

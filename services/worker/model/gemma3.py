@@ -28,7 +28,7 @@ def read_config(reader: ModelConfigReader, eos_token_ids: tuple[int, ...]) -> Mo
     defaults = replace(DEFAULTS, max_position_embeddings=CONTEXT_LEN)
     config = read_gemma(reader.without("rope_parameters"), "gemma3_text", eos_token_ids, defaults)
     ropes = _read_ropes(reader, config.head_dim)
-    period = int(reader.get("sliding_window_pattern", reader.get("_sliding_window_pattern", 6)))
+    period = reader.integer("sliding_window_pattern", reader.integer("_sliding_window_pattern", 6))
     default = [FULL if (layer + 1) % period == 0 else SLIDING for layer in range(config.num_layers)]
     types = read_layer_types(reader, config.num_layers, default)
     return replace(
@@ -46,7 +46,7 @@ def _read_ropes(reader: ModelConfigReader, head_dim: int) -> dict[str, RopeConfi
     local_theta = reader.number("rope_local_base_freq", LOCAL_THETA)
     scaling = reader.get("rope_scaling", {})
     params = reader.get("rope_parameters", {FULL: {}, SLIDING: {}})
-    if SLIDING not in params or FULL not in params:
+    if not isinstance(params, dict) or not {FULL, SLIDING} <= set(params):
         raise reader.refuse("rope_parameters", params, f"must have {FULL} and {SLIDING}")
     ropes = {
         FULL: _read_rope(reader, {**(params[FULL] or {}), **scaling}, head_dim, theta),

@@ -60,8 +60,8 @@ _OF_LAYER = frozenset({"head_dim", "num_key_value_heads"})
 def read_config(reader: ModelConfigReader, eos_token_ids: tuple[int, ...]) -> ModelConfig:
     """Translate config.json of the text model."""
     config = _read(reader, "gemma4_text", eos_token_ids, 131072, 512)
-    width = _count(reader, "hidden_size_per_layer_input", 256)
-    num_rows = _count(reader, "vocab_size_per_layer_input", 262144)
+    width = reader.count("hidden_size_per_layer_input", 256)
+    num_rows = reader.count("vocab_size_per_layer_input", 262144)
     if width and num_rows < config.vocab_size:
         why = f"must be at least vocab_size, {config.vocab_size}"
         raise reader.refuse("vocab_size_per_layer_input", num_rows, why)
@@ -115,13 +115,6 @@ def _read(
     )
 
 
-def _count(reader: ModelConfigReader, key: str, default: int) -> int:
-    value = reader.get(key, default)
-    if type(value) is not int or value < 0:
-        raise reader.refuse(key, value, "must be an integer of at least 0")
-    return value
-
-
 def _read_types(reader: ModelConfigReader, num_layers: int) -> tuple[str, ...]:
     """The type of each layer. The last is full, whatever the file says, as in transformers."""
     default = [SLIDING if (layer + 1) % PERIOD else FULL for layer in range(num_layers)]
@@ -166,7 +159,7 @@ def _read_heads(
 def _read_sources(reader: ModelConfigReader, types: tuple[str, ...]) -> tuple[int, ...]:
     """The layer whose keys and values each layer reads. The last `num_kv_shared_layers` read
     those of the last layer before them of the same type."""
-    num_own = len(types) - _count(reader, "num_kv_shared_layers", 0)
+    num_own = len(types) - reader.count("num_kv_shared_layers", 0)
     last = {name: layer for layer, name in enumerate(types[: max(num_own, 0)])}
     if set(last) != set(types):
         why = "must leave a layer of each type that has keys of its own"

@@ -37,7 +37,7 @@ def read_config(reader: ModelConfigReader, eos_token_ids: tuple[int, ...]) -> Mo
     rope = {key: value for key, value in params.items() if key not in (BETA, REPEATED)}
     own = reader.without("rope_scaling").replaced("rope_parameters", rope)
     config = read_plain(own, "ministral3", eos_token_ids, DEFAULTS)
-    window = None if reader.get("sliding_window") is None else reader.integer("sliding_window")
+    window = reader.optional_integer("sliding_window")
     return replace(
         config,
         windows=(window,) * config.num_layers,

@@ -25,7 +25,7 @@ def read_config(reader: ModelConfigReader, eos_token_ids: tuple[int, ...]) -> Mo
         intermediate_size=config.intermediate_size,
         renormalise=True,
     )
-    window = reader.get("sliding_window")
+    window = reader.optional_integer("sliding_window")
     return replace(config, moe=moe, windows=(window,) * config.num_layers)
 
 

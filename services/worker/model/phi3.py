@@ -22,5 +22,5 @@ def read_config(reader: ModelConfigReader, eos_token_ids: tuple[int, ...]) -> Mo
     )
     config = read_plain(reader, "phi3", eos_token_ids, defaults)
     reader.get("original_max_position_embeddings")  # written without scaling, too
-    window = reader.get("sliding_window")
+    window = reader.optional_integer("sliding_window")
     return replace(config, windows=(window,) * config.num_layers)

@@ -35,7 +35,7 @@ def read_windows(
         slides: whether a layer has the window if the file has no `layer_types`, given its index and
             `max_window_layers`.
     """
-    first = int(reader.get("max_window_layers", 28))
+    first = reader.count("max_window_layers", 28)
     window: int | None = None
     if reader.flag("use_sliding_window", False) and not reader.is_null("sliding_window"):
         window = reader.integer("sliding_window", 4096)

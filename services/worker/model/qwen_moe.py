@@ -53,6 +53,8 @@ def read_moe(
     key = "shared_expert_intermediate_size"
     step = reader.integer("decoder_sparse_step", 1)
     dense = reader.get("mlp_only_layers", [])
+    if not isinstance(dense, list):
+        raise reader.refuse("mlp_only_layers", dense, "must be a list of layers")
     count = reader.integer("num_experts", reader.integer("num_local_experts", num_experts))
     return MoeConfig(
         num_experts=count,

@@ -61,6 +61,27 @@ def test_what_is_unknown_or_odd_is_refused_by_name(tmp_path, key, value):
 
 
 @pytest.mark.parametrize(
+    ("model_type", "key", "value"),
+    [
+        ("phi3", "sliding_window", 0.5),
+        ("mixtral", "sliding_window", [1]),
+        ("ministral3", "sliding_window", "16"),
+        ("qwen2", "max_window_layers", "all"),
+        ("qwen3_moe", "mlp_only_layers", 1),
+        ("gemma2", "query_pre_attn_scalar", 0),
+        ("gemma3_text", "sliding_window_pattern", 0),
+        ("gemma3_text", "rope_parameters", 3),
+    ],
+)
+def test_a_value_that_no_model_can_have_is_refused_by_name(tmp_path, model_type, key, value):
+    own = {"moe_intermediate_size": 8, "num_experts": 8, "num_local_experts": 8}
+    fields = own if model_type in ("qwen3_moe", "mixtral") else {}
+    with pytest.raises(Unsupported) as error:
+        read_model_config(write(tmp_path, model_type=model_type, **fields, **{key: value}))
+    assert field_of(error) == f"config.json:{key}"
+
+
+@pytest.mark.parametrize(
     ("params", "key"),
     [
         ({"rope_type": "ntk", "factor": 2.0}, "rope_type"),
