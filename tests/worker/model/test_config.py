@@ -276,6 +276,15 @@ def test_ministral_3_without_rotary_settings_has_those_of_transformers(tmp_path)
     assert (scale.beta, scale.context_len) == (theirs["llama_4_scaling_beta"], 16384)
 
 
+def test_ministral_3_without_a_theta_in_its_rotary_settings_has_that_of_transformers(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    rope = {"rope_type": "linear", "factor": 2.0}
+    theirs = transformers.Ministral3Config(rope_parameters=dict(rope)).rope_parameters
+    fields = {"model_type": "ministral3", "num_key_value_heads": 2, "head_dim": 8}
+    _, config = read_model_config(write(tmp_path, **fields, rope_parameters=rope))
+    assert config.ropes[0].theta == theirs["rope_theta"]
+
+
 def test_a_zero_among_the_optional_numbers_of_yarn_counts_as_absent(tmp_path):
     yarn = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64}
     zeros = {"mscale": 0.7, "mscale_all_dim": 0, "beta_fast": 0}
