@@ -69,12 +69,19 @@ class ModelConfigReader:
             raise self.refuse(key, value, "must be a number")
         return float(value)
 
-    def optional_number(self, key: str, default: float | None) -> float | None:
-        """A number, or None if the value in the file is null."""
+    def positive(self, key: str, default: float | None) -> float:
+        """A number above 0, as float."""
+        value = self.number(key, default)
+        if value <= 0:
+            raise self.refuse(key, value, "must be above 0")
+        return value
+
+    def optional_positive(self, key: str, default: float | None) -> float | None:
+        """A number above 0, or None if the value in the file is null."""
         if self.is_null(key) or (key not in self._raw and default is None):
             self._seen.add(key)
             return None
-        return self.number(key, default)
+        return self.positive(key, default)
 
     def is_null(self, key: str) -> bool:
         """Whether the file holds the key with null, which may differ from leaving it out."""

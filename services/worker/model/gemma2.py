@@ -38,8 +38,8 @@ def read_config(reader: ModelConfigReader, eos_token_ids: tuple[int, ...]) -> Mo
     return replace(
         config,
         windows=windows_of(types, reader.integer("sliding_window", 4096)),
-        attention_softcap=reader.optional_number("attn_logit_softcapping", 50.0),
-        logit_softcap=reader.optional_number("final_logit_softcapping", 30.0),
+        attention_softcap=reader.optional_positive("attn_logit_softcapping", 50.0),
+        logit_softcap=reader.optional_positive("final_logit_softcapping", 30.0),
     )
 
 
@@ -50,9 +50,6 @@ def read_gemma(
     reader.get("hidden_act")  # written next to hidden_activation, which is the one in use
     config = read_plain(reader, model_type, eos_token_ids, defaults)
     has_bias = reader.flag("attention_bias", False)
-    scalar = reader.number("query_pre_attn_scalar", 256)
-    if scalar <= 0:
-        raise reader.refuse("query_pre_attn_scalar", scalar, "must be above 0")
     return replace(
         config,
         qkv_bias=has_bias,
@@ -60,5 +57,5 @@ def read_gemma(
         norm_offset=1.0,
         norm_in_float32=True,
         embed_scale=config.hidden_size**0.5,
-        attention_scale=scalar**-0.5,
+        attention_scale=reader.positive("query_pre_attn_scalar", 256) ** -0.5,
     )

@@ -36,7 +36,7 @@ def read_config(reader: ModelConfigReader, eos_token_ids: tuple[int, ...]) -> Mo
         qk_norm=True,
         windows=windows_of(types, reader.integer("sliding_window", 4096)),
         ropes=tuple(replace(ropes[name], dim=config.head_dim) for name in types),
-        logit_softcap=reader.optional_number("final_logit_softcapping", None),
+        logit_softcap=reader.optional_positive("final_logit_softcapping", None),
     )
 
 

@@ -107,7 +107,7 @@ def _read(
         qk_norm=True,
         norm_in_float32=True,
         embed_scale=config.hidden_size**0.5,
-        logit_softcap=reader.optional_number("final_logit_softcapping", None),
+        logit_softcap=reader.optional_positive("final_logit_softcapping", None),
         own_kv_heads=heads,
         kv_sources=sources,
         keys_are_values=tuple(keys_are_values and name == FULL for name in types),

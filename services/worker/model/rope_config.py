@@ -97,11 +97,13 @@ def with_original(
     file leaves it out.
     """
     context = reader.integer("max_position_embeddings")
-    original = reader.get(_ORIGINAL, default_original) or params.get(_ORIGINAL) or context
+    lengths = reader.get(_ORIGINAL, default_original), params.get(_ORIGINAL), context
+    original = next(length for length in lengths if length is not None)
+    if type(original) is not int or original <= 0:
+        raise reader.refuse(_ORIGINAL, original, "must be a positive integer")
     found = {**params, _ORIGINAL: original}
     if kind_of(params) == "longrope" and found.get("factor") is None:
-        if type(original) is int and original > 0:
-            found["factor"] = context / original
+        found["factor"] = context / original
     return found
 
 

@@ -69,6 +69,8 @@ def test_what_is_unknown_or_odd_is_refused_by_name(tmp_path, key, value):
         ("qwen2", "max_window_layers", "all"),
         ("qwen3_moe", "mlp_only_layers", 1),
         ("gemma2", "query_pre_attn_scalar", 0),
+        ("gemma2", "attn_logit_softcapping", 0.0),
+        ("gemma2", "final_logit_softcapping", -1),
         ("gemma3_text", "sliding_window_pattern", 0),
         ("gemma3_text", "rope_parameters", 3),
     ],
@@ -107,6 +109,20 @@ def test_rotary_settings_that_are_not_served_are_refused_by_name(tmp_path, param
     with pytest.raises(Unsupported) as error:
         read_model_config(write(tmp_path, rope_parameters=params))
     assert field_of(error) == f"config.json:rope_parameters.{key}"
+
+
+@pytest.mark.parametrize("length", [0, -8, "8", 8.5])
+def test_a_rope_that_was_trained_for_no_length_is_refused(tmp_path, length):
+    params = {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": length,
+    }
+    with pytest.raises(Unsupported, match="must be a positive integer") as error:
+        read_model_config(write(tmp_path, rope_parameters=params))
+    assert field_of(error) == "config.json:original_max_position_embeddings"
 
 
 def test_unknown_fields_that_say_nothing_are_accepted(tmp_path):
