@@ -94,6 +94,7 @@ class OurEngine:
             max_num_seqs=max_running,
             max_step_s=max_step_s,
             drafts=drafts,
+            prefix_cache=False,  # cases share prompts, and peers compute all of them
         )
         runner = build_runner(
             base,
