@@ -19,6 +19,9 @@ MAX_FACTOR = 1024.0
 MAX_CONTEXT = 1 << 24
 MAX_PAIRS = 1024
 MAX_BYTES = 8 * 1024
+MIN_THETA = 1.01
+MIN_NUMBER = 1e-6
+"""The least numbers whose frequencies and logarithms float32 can hold. Nobody trains with less."""
 
 Params = tuple[tuple[str, "float | bool | tuple[float, ...]"], ...]
 
@@ -43,6 +46,7 @@ OPTIONAL: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 _COMMON = frozenset({"rope_type", "type", "rope_theta", "max_position_embeddings"})
 _INTEGERS = frozenset({_ORIGINAL, "max_position_embeddings"})
+_RANGES = {"factor": (1.0, MAX_FACTOR), _ORIGINAL: (2, MAX_CONTEXT)}
 _LISTS = frozenset({"long_factor", "short_factor"})
 _OLD_NAMES = {"su": "longrope"}
 
@@ -135,7 +139,7 @@ def _read(kind: str, value: Mapping[str, object]) -> RopeScaling:
     for key in REQUIRED[kind]:
         if key not in value:
             raise _refused(f".{key}", None, f"is required by {kind}")
-    theta = _number(value, "rope_theta", 1.0, 1e12) if "rope_theta" in value else None
+    theta = _number(value, "rope_theta", MIN_THETA, 1e12) if "rope_theta" in value else None
     context = _number(value, "max_position_embeddings", 1, MAX_CONTEXT)
     scaling = RopeScaling(
         kind,
@@ -160,20 +164,19 @@ def _value(value: Mapping[str, object], key: str) -> float | bool | tuple[float,
         raise _refused(".truncate", value[key], "must be true or false")
     if key in _LISTS:
         return _factors(value[key], key)
-    low, high = (1.0, MAX_FACTOR) if key == "factor" else (0.0, MAX_CONTEXT)
+    low, high = _RANGES.get(key, (MIN_NUMBER, MAX_CONTEXT))
     number = _number(value, key, low, high)
     assert number is not None, "the key is there"
-    if number == 0.0:
-        raise _refused(f".{key}", number, "must be above 0")
     return number
 
 
 def _factors(value: object, key: str) -> tuple[float, ...]:
     if isinstance(value, list) and 0 < len(value) <= MAX_PAIRS:
-        numbers = [float(v) for v in value if type(v) in (int, float) and 0 < v <= 1e6]
+        numbers = [float(v) for v in value if type(v) in (int, float) and MIN_NUMBER <= v <= 1e6]
         if len(numbers) == len(value):
             return tuple(numbers)
-    raise _refused(f".{key}", "...", "must be a list of positive numbers, one for each pair")
+    why = f"must be a list of numbers from {MIN_NUMBER:g} to 1e+06, one for each pair"
+    raise _refused(f".{key}", "...", why)
 
 
 def _number(value: Mapping[str, object], key: str, low: float, high: float) -> float | None:

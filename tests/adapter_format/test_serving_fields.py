@@ -44,6 +44,12 @@ def refusal(label: str) -> tuple[str, str]:
          ".max_position_embeddings"),
         ('{"rope_type": "longrope", "short_factor": [1, -1], "long_factor": [1, 1]}',
          ".short_factor"),
+        ('{"rope_type": "yarn", "factor": 2, "rope_theta": 1.0}', ".rope_theta"),
+        ('{"rope_type": "yarn", "factor": 2, "beta_slow": 1e-320}', ".beta_slow"),
+        ('{"rope_type": "longrope", "short_factor": [1], "long_factor": [1],'
+         ' "original_max_position_embeddings": 1}', ".original_max_position_embeddings"),
+        ('{"rope_type": "longrope", "short_factor": [1e-300], "long_factor": [1]}',
+         ".short_factor"),
         ('{"rope_type": "llama3", "factor": 2, "low_freq_factor": 4, "high_freq_factor": 4}',
          ".high_freq_factor"),
     ],

@@ -36,6 +36,7 @@ _WITH_ORIGINAL = ("llama3", "yarn", "longrope")
 _NO_NUMBERS = frozenset({"short_factor", "long_factor", "truncate"})
 _FALSY_IF_ZERO = frozenset({"beta_fast", "beta_slow", "mscale", "mscale_all_dim"})
 """Keys of YaRN whose 0 means that they are absent, as in transformers."""
+_DIVIDES_BY_LOG = {"yarn": "rope_theta", "longrope": _ORIGINAL}
 _SPELLINGS = frozenset({"type", "rope_type", "rope_theta", _PARTIAL})
 
 
@@ -133,6 +134,10 @@ def rope_from_params(
             if key not in _NO_NUMBERS:
                 _positive(reader, key, value)
     theta = _positive(reader, "rope_theta", params.get("rope_theta", theta))
+    divided = _DIVIDES_BY_LOG.get(kind, "")
+    if {**kept, "rope_theta": theta}.get(divided) == 1:
+        why = f"must not be 1: {kind} divides by its logarithm"
+        raise reader.refuse(f"rope_parameters.{divided}", 1, why)
     part = _positive(reader, _PARTIAL, params.get(_PARTIAL, partial))
     dim = int(head_dim * part)
     if kind == "proportional":  # rotates the first pairs of a whole head

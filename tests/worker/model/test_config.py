@@ -103,6 +103,16 @@ def test_a_value_that_no_model_can_have_is_refused_by_name(tmp_path, model_type,
         ({"rope_type": "default", "rope_theta": "many"}, "rope_theta"),
         ({"rope_type": "default", "partial_rotary_factor": True}, "partial_rotary_factor"),
         ({"rope_type": "linear", "factor": 2.0, "mrope_section": [1, 2]}, "mrope_section"),
+        ({"rope_type": "yarn", "factor": 2.0, "rope_theta": 1.0}, "rope_theta"),
+        (
+            {
+                "rope_type": "longrope",
+                "short_factor": [1.0] * 4,
+                "long_factor": [1.0] * 4,
+                "original_max_position_embeddings": 1,
+            },
+            "original_max_position_embeddings",
+        ),
     ],
 )
 def test_rotary_settings_that_are_not_served_are_refused_by_name(tmp_path, params, key):
