@@ -18,6 +18,7 @@ from loraplex_services.worker.types.model_config import ModelConfig
 
 DEFAULTS = Defaults(
     head_dim=256,
+    num_kv_heads=4,
     tied_embeddings=True,
     activation_key="hidden_activation",
     activation="gelu_pytorch_tanh",

@@ -52,6 +52,8 @@ GLOBAL_HEAD_DIM = 512
 """Default width of the heads of full layers."""
 PERIOD = 6
 """By default, each sixth layer is full."""
+OF_EXPERTS = ("num_experts", "top_k_experts", "moe_intermediate_size")
+"""Keys without an effect unless `enable_moe_block` is true."""
 OF_IMAGES = "vision"
 """Value of `use_bidirectional_attention` under which only the tokens of images see later ones."""
 _OF_LAYER = frozenset({"head_dim", "num_key_value_heads"})
@@ -61,6 +63,8 @@ def read_config(reader: ModelConfigReader, eos_token_ids: tuple[int, ...]) -> Mo
     """Translate config.json of the text model."""
     config = _read(reader, "gemma4_text", eos_token_ids, 131072, 512)
     width = reader.count("hidden_size_per_layer_input", 256)
+    for key in OF_EXPERTS:
+        reader.get(key)
     num_rows = reader.count("vocab_size_per_layer_input", 262144)
     if width and num_rows < config.vocab_size:
         why = f"must be at least vocab_size, {config.vocab_size}"
@@ -88,9 +92,7 @@ def _read(
 ) -> ModelConfig:
     reader.expect("use_bidirectional_attention", (None, OF_IMAGES))
     defaults = replace(DEFAULTS, max_position_embeddings=max_tokens)
-    num_kv_heads = reader.integer("num_key_value_heads", 4)
-    own = reader.without("rope_parameters").replaced("num_key_value_heads", num_kv_heads)
-    config = read_plain(own, model_type, eos_token_ids, defaults)
+    config = read_plain(reader.without("rope_parameters"), model_type, eos_token_ids, defaults)
     types = _read_types(reader, config.num_layers)
     keys_are_values = reader.flag("attention_k_eq_v", False)
     heads = _read_heads(reader, config, types, keys_are_values)

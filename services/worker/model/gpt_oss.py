@@ -37,7 +37,11 @@ from loraplex_services.worker.types.model_config import ClampedSwiglu, ModelConf
 from loraplex_services.worker.types.sharding import Cut
 
 DEFAULTS = Defaults(
-    head_dim=64, norm_eps=1e-5, max_position_embeddings=131072, rope_theta=150_000.0
+    head_dim=64,
+    num_kv_heads=8,
+    norm_eps=1e-5,
+    max_position_embeddings=131072,
+    rope_theta=150_000.0,
 )
 ROPE: dict[str, Any] = {
     "rope_type": "yarn",

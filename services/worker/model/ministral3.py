@@ -9,7 +9,7 @@ from loraplex_services.worker.model.plain import Defaults, read_plain
 from loraplex_services.worker.model.rope_config import rope_parameters
 from loraplex_services.worker.types.model_config import ModelConfig, QueryScale
 
-DEFAULTS = Defaults(head_dim=128, norm_eps=1e-5, max_position_embeddings=262144)
+DEFAULTS = Defaults(head_dim=128, num_kv_heads=8, norm_eps=1e-5, max_position_embeddings=262144)
 BETA, CONTEXT_LEN = "llama_4_scaling_beta", "original_max_position_embeddings"
 DEFAULT_ROPE = {
     "rope_type": "yarn",

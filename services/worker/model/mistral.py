@@ -14,7 +14,7 @@ WINDOW_WHEN_ABSENT = 4096
 
 def read_config(reader: ModelConfigReader, eos_token_ids: tuple[int, ...]) -> ModelConfig:
     """Translate config.json."""
-    defaults = Defaults(max_position_embeddings=4096 * 32)
+    defaults = Defaults(num_kv_heads=8, max_position_embeddings=4096 * 32)
     config = read_plain(reader, "mistral", eos_token_ids, defaults)
     window: int | None = None
     if not reader.is_null("sliding_window"):

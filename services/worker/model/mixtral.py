@@ -16,7 +16,9 @@ NAMES = ExpertNames(block="block_sparse_moe", gate="w1", up="w3", down="w2")
 
 def read_config(reader: ModelConfigReader, eos_token_ids: tuple[int, ...]) -> ModelConfig:
     """Translate config.json."""
-    defaults = Defaults(norm_eps=1e-5, max_position_embeddings=4096 * 32, rope_theta=1e6)
+    defaults = Defaults(
+        num_kv_heads=8, norm_eps=1e-5, max_position_embeddings=4096 * 32, rope_theta=1e6
+    )
     config = read_plain(reader, "mixtral", eos_token_ids, defaults)
     num_experts = reader.integer("num_local_experts", 8)
     moe = MoeConfig(

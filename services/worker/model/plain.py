@@ -20,6 +20,8 @@ class Defaults:
 
     head_dim: int | None = None
     """None = hidden_size / num_attention_heads."""
+    num_kv_heads: int | None = None
+    """None = num_attention_heads, which is also what null in the file means."""
     tied_embeddings: bool = False
     norm_eps: float = 1e-6
     activation_key: str = "hidden_act"
@@ -47,6 +49,7 @@ def read_plain(
     hidden_size = reader.integer("hidden_size")
     head_dim = reader.integer("head_dim", absent.head_dim or hidden_size // num_heads)
     num_layers = reader.integer("num_hidden_layers")
+    num_kv_heads = None if reader.is_null("num_key_value_heads") else absent.num_kv_heads
     max_tokens = reader.integer("max_position_embeddings", absent.max_position_embeddings)
     rope = read_rope(
         reader.replaced("max_position_embeddings", max_tokens),
@@ -61,7 +64,7 @@ def read_plain(
         hidden_size=hidden_size,
         intermediate_size=reader.integer("intermediate_size"),
         num_heads=num_heads,
-        num_kv_heads=reader.integer("num_key_value_heads", num_heads),
+        num_kv_heads=reader.integer("num_key_value_heads", num_kv_heads or num_heads),
         head_dim=head_dim,
         norm_eps=reader.number("rms_norm_eps", absent.norm_eps),
         activation=reader.expect(absent.activation_key, tuple(ACTIVATIONS), absent.activation),

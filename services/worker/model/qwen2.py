@@ -16,10 +16,13 @@ from loraplex_services.worker.model.plain import (
 )
 from loraplex_services.worker.types.model_config import ModelConfig
 
+DEFAULTS = Defaults(num_kv_heads=32, max_position_embeddings=32768)
 
-def read_config(reader: ModelConfigReader, eos_token_ids: tuple[int, ...]) -> ModelConfig:
+
+def read_config(
+    reader: ModelConfigReader, eos_token_ids: tuple[int, ...], defaults: Defaults = DEFAULTS
+) -> ModelConfig:
     """Translate config.json."""
-    defaults = Defaults(max_position_embeddings=32768)
     config = read_plain(reader, "qwen2", eos_token_ids, defaults)
     return replace(config, qkv_bias=True, windows=read_windows(reader, config.num_layers))
 

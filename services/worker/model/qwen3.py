@@ -9,12 +9,13 @@ from loraplex_services.worker.model.plain import Defaults, read_plain
 from loraplex_services.worker.model.qwen2 import read_windows
 from loraplex_services.worker.types.model_config import ModelConfig
 
+DEFAULTS = Defaults(head_dim=128, num_kv_heads=32, max_position_embeddings=32768)
+
 
 def read_config(
-    reader: ModelConfigReader, eos_token_ids: tuple[int, ...], default_head_dim: int | None = 128
+    reader: ModelConfigReader, eos_token_ids: tuple[int, ...], defaults: Defaults = DEFAULTS
 ) -> ModelConfig:
     """Translate config.json."""
-    defaults = Defaults(head_dim=default_head_dim, max_position_embeddings=32768)
     config = read_plain(reader, "qwen3", eos_token_ids, defaults)
     has_bias = reader.flag("attention_bias", False)
     return replace(

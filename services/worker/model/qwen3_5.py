@@ -23,7 +23,8 @@ from loraplex_services.worker.types.model_config import ModelConfig, RecurrenceC
 from loraplex_services.worker.types.sharding import Cut, Segments, local_recurrence
 
 RECURRENT = "linear_attention"
-DEFAULTS = Defaults(head_dim=256, max_position_embeddings=32768, rotates_part=True)
+DEFAULTS = Defaults(head_dim=256, num_kv_heads=4, max_position_embeddings=32768, rotates_part=True)
+OF_SPARSE = replace(DEFAULTS, num_kv_heads=2)
 PARTIAL_ROTARY = 0.25
 OF_OTHER_PARTS = (
     "mtp_num_hidden_layers",
@@ -39,7 +40,7 @@ equal."""
 
 def read_config(reader: ModelConfigReader, eos_token_ids: tuple[int, ...]) -> ModelConfig:
     """Translate config.json of the dense text model."""
-    return _read(reader, "qwen3_5_text", eos_token_ids)
+    return _read(reader, "qwen3_5_text", eos_token_ids, DEFAULTS)
 
 
 def read_moe_config(reader: ModelConfigReader, eos_token_ids: tuple[int, ...]) -> ModelConfig:
@@ -47,25 +48,25 @@ def read_moe_config(reader: ModelConfigReader, eos_token_ids: tuple[int, ...]) -
     width = reader.integer("moe_intermediate_size", 512)
     own = reader.replaced("intermediate_size", width).replaced("moe_intermediate_size", width)
     own = own.replaced("norm_topk_prob", True)
-    config = _read(own, "qwen3_5_moe_text", eos_token_ids)
+    config = _read(own, "qwen3_5_moe_text", eos_token_ids, OF_SPARSE)
     return replace(config, moe=read_moe(own, config, 8, 256, shared_size=512))
 
 
 def read_next_config(reader: ModelConfigReader, eos_token_ids: tuple[int, ...]) -> ModelConfig:
     """Translate config.json of Qwen 3 Next."""
     own = reader.replaced("norm_topk_prob", reader.flag("norm_topk_prob", True))
-    config = _read(own, "qwen3_next", eos_token_ids)
+    config = _read(own, "qwen3_next", eos_token_ids, OF_SPARSE)
     return replace(config, moe=read_moe(own, config, 10, 512, shared_size=512))
 
 
 def _read(
-    reader: ModelConfigReader, model_type: str, eos_token_ids: tuple[int, ...]
+    reader: ModelConfigReader, model_type: str, eos_token_ids: tuple[int, ...], defaults: Defaults
 ) -> ModelConfig:
     for key in OF_OTHER_PARTS:
         reader.get(key)
     reader.expect("attn_output_gate", (True,), True)
     reader.expect("hidden_act", ("silu", "swish"), "silu")  # of the recurrent layers, too
-    config = read_plain(_of_text(reader), model_type, eos_token_ids, DEFAULTS)
+    config = read_plain(_of_text(reader), model_type, eos_token_ids, defaults)
     has_bias = reader.flag("attention_bias", False)
     return replace(
         config,

@@ -12,11 +12,12 @@ from loraplex_services.worker.model.sparse import ExpertNames, read_num_active, 
 from loraplex_services.worker.types.model_config import ModelConfig, MoeConfig
 
 NAMES = ExpertNames()
+SHARED_SIZE = "shared_expert_intermediate_size"
 
 
 def read_qwen2_config(reader: ModelConfigReader, eos_token_ids: tuple[int, ...]) -> ModelConfig:
     """Translate config.json of Qwen 2 MoE."""
-    config = qwen2.read_config(reader, eos_token_ids)
+    config = qwen2.read_config(reader, eos_token_ids, replace(qwen2.DEFAULTS, num_kv_heads=16))
     moe = read_moe(reader, config, 4, 60, shared_size=5632)
     has_bias = reader.flag("qkv_bias", True)
     windows = qwen2.read_windows(reader, config.num_layers, _slides_in_qwen2)
@@ -33,7 +34,9 @@ def read_qwen3_config(reader: ModelConfigReader, eos_token_ids: tuple[int, ...])
     """Translate config.json of Qwen 3 MoE."""
     reader.get("layer_types")  # the library does not read it here: all layers have the window
     own = reader.without("layer_types")
-    config = qwen3.read_config(own, eos_token_ids, default_head_dim=None)
+    reader.get(SHARED_SIZE)  # a rest of Qwen 2 MoE, without an effect here
+    defaults = replace(qwen3.DEFAULTS, head_dim=None, num_kv_heads=4)
+    config = qwen3.read_config(own, eos_token_ids, defaults)
     windows = qwen2.read_windows(own, config.num_layers, lambda layer, first: True)
     moe = read_moe(own, config, 8, 128)
     return replace(config, model_type="qwen3_moe", moe=moe, windows=windows)
@@ -50,7 +53,6 @@ def read_moe(
 
     `shared_size`: default width of the shared expert; None = the family has none.
     """
-    key = "shared_expert_intermediate_size"
     step = reader.integer("decoder_sparse_step", 1)
     dense = reader.get("mlp_only_layers", [])
     if not isinstance(dense, list):
@@ -61,7 +63,7 @@ def read_moe(
         num_active=read_num_active(reader, count, num_active),
         intermediate_size=reader.integer("moe_intermediate_size"),
         renormalise=reader.flag("norm_topk_prob", False),
-        shared_intermediate_size=shared_size and reader.integer(key, shared_size),
+        shared_intermediate_size=shared_size and reader.integer(SHARED_SIZE, shared_size),
         dense_layers=tuple(
             layer for layer in range(config.num_layers) if layer in dense or (layer + 1) % step != 0
         ),

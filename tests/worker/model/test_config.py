@@ -135,6 +135,36 @@ def test_a_rope_that_was_trained_for_no_length_is_refused(tmp_path, length):
     assert field_of(error) == "config.json:original_max_position_embeddings"
 
 
+@pytest.mark.parametrize("model_type", sorted(FAMILIES))
+def test_an_absent_number_of_key_heads_is_that_of_transformers(tmp_path, model_type):
+    transformers = pytest.importorskip("transformers")
+    transformers.AutoConfig.for_model(model_type, num_attention_heads=64).save_pretrained(tmp_path)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    del raw["num_key_value_heads"]
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    expected = transformers.AutoConfig.from_pretrained(tmp_path).num_key_value_heads
+    assert read_model_config(tmp_path)[1].num_kv_heads == expected
+
+
+@pytest.mark.parametrize(
+    ("model_type", "fields"),
+    [
+        ("gemma4_text", {"num_experts": 4, "top_k_experts": 8, "moe_intermediate_size": 16}),
+        ("qwen3_moe", {"shared_expert_intermediate_size": 16}),
+    ],
+)
+def test_fields_of_experts_that_transformers_does_not_use_change_nothing(
+    tmp_path, model_type, fields
+):
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.AutoConfig.for_model(model_type)
+    theirs.save_pretrained(tmp_path)
+    plain = read_model_config(tmp_path)[1]
+    raw = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**raw, **fields}))
+    assert read_model_config(tmp_path)[1] == plain
+
+
 def test_unknown_fields_that_say_nothing_are_accepted(tmp_path):
     read_model_config(write(tmp_path, new_feature=False, other=None, list_of_things=[]))
 
