@@ -78,6 +78,10 @@ _ABSENT: Mapping[str, Mapping[str, object]] = {
 """Values of keys that a published `text_config` leaves out: the defaults of transformers' classes.
 The configs of Gemma 3 and 4 and LLaVA hold only what differs from them."""
 
+_CAP_LOGITS = frozenset({"gemma4", "gemma4_unified"})
+"""Wrappers that apply the text model's `final_logit_softcapping`. In transformers, a wrapper has a
+head of its own, and those of the others do not cap its logits."""
+
 _TOWERS = frozenset(
     """
     audio_model audio_tower connector embed_audio embed_vision multi_modal_projector patch_merger
@@ -156,6 +160,8 @@ def text_config(config: Mapping[str, object], tensors: Collection[str]) -> dict[
     text = {**_ABSENT.get(model_type, {}), **inner, **given}
     text["model_type"] = _SAME_TEXT_MODEL.get(model_type, model_type)
     text["tie_word_embeddings"] = _is_tied(config, inner, tensors)
+    if wrapper not in _CAP_LOGITS:
+        text["final_logit_softcapping"] = None
     if config.get("quantization_config") is not None:
         text["quantization_config"] = config["quantization_config"]
     return text

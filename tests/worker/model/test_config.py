@@ -165,6 +165,15 @@ def test_fields_of_experts_that_transformers_does_not_use_change_nothing(
     assert read_model_config(tmp_path)[1] == plain
 
 
+@pytest.mark.parametrize(
+    ("wrapper", "cap"), [("gemma3", None), ("gemma4", 2.0), ("gemma4_unified", 2.0)]
+)
+def test_the_heads_of_wrappers_cap_logits_where_those_of_transformers_do(tmp_path, wrapper, cap):
+    config = {"model_type": wrapper, "text_config": {"final_logit_softcapping": 2.0}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert read_model_config(tmp_path)[1].logit_softcap == cap
+
+
 def test_unknown_fields_that_say_nothing_are_accepted(tmp_path):
     read_model_config(write(tmp_path, new_feature=False, other=None, list_of_things=[]))
 
