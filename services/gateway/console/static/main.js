@@ -26,7 +26,7 @@ let showsLoad = false;
 /** The page and what it is about: `#adapters/acme/support` is one adapter's. */
 function address() {
   const [page, ...rest] = (location.hash.slice(1).split("?")[0] || "operate").split("/");
-  if (page === "adapters" && rest.length) return ["adapter", rest.map(decodeURIComponent).join("/")];
+  if (page === "adapters" && rest.length) return ["adapter", rest.join("/")];
   return [["operate", "adapters", "playground"].includes(page) ? page : "operate", ""];
 }
 
