@@ -14,7 +14,13 @@ from loraplex.adapter_format.findings import Findings
 from loraplex.adapter_format.serving_fields import ROPE_FIELD, complete_config
 from loraplex.api.format_wire import files_from_proto
 from loraplex.api.wire import violations_to_proto
-from loraplex.errors import DeadlineExceeded, InvalidAdapter, InvalidRequest
+from loraplex.errors import (
+    AdapterNotFound,
+    DeadlineExceeded,
+    InvalidAdapter,
+    InvalidRequest,
+    NotFound,
+)
 from loraplex.refs import parse_ref
 from loraplex.v1 import registry_pb2 as pb
 from loraplex_services.common.callers import current_caller
@@ -88,7 +94,11 @@ class PublishService(AdminService):
             registry.tenants.get(options.tenant),
         )
         if options.parent:
-            await registry.lookup.resolve(parse_ref(options.parent, options.tenant), access)
+            try:
+                await registry.lookup.resolve(parse_ref(options.parent, options.tenant), access)
+            except AdapterNotFound as error:
+                why, value = str(error), options.parent
+                raise NotFound.field("options.parent", value, why, reason=error.reason) from None
         offered = publish_options.offered_from_proto(message.signatures)
         registry.rules.check_upload(limits, moves_tags=bool(options.tags))
         signed = await registry.signatures.accepted(limits, files, offered, access.actor)

@@ -317,7 +317,8 @@ def _previous(
         wanted = {target.version for target in targets}
         if wanted and wanted <= live and targets != current.targets:
             return targets
-    raise NotFound(f"{address} has no earlier target to go back to; name a version")
+    command = "registry rollback {} {} --to vN".format(*str(address).split(":"))
+    raise NotFound(f"{address} has no earlier target to go back to; name a version: {command}")
 
 
 def _not_undone(current: TagRecord) -> list[tuple[TagTarget, ...]]:

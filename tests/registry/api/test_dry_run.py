@@ -11,7 +11,13 @@ import pytest
 from loraplex.client.publishing import Publication
 from loraplex.client.registry_client import RegistryClient
 from loraplex.client.settings import Credentials
-from loraplex.errors import AdapterNotFound, AlreadyExists, PermissionDenied, ResourceExhausted
+from loraplex.errors import (
+    AdapterNotFound,
+    AlreadyExists,
+    NotFound,
+    PermissionDenied,
+    ResourceExhausted,
+)
 from loraplex.v1 import registry_pb2 as pb
 from loraplex_services.common.grpc import server as grpc_server
 from loraplex_services.registry import layout
@@ -54,8 +60,9 @@ async def test_a_dry_run_is_refused_as_the_upload_would_be(
             await publisher.check(folder, Publication("other/sql"))
         with pytest.raises(AlreadyExists, match="the id of a base"):
             await publisher.check(folder, Publication("taken"))
-        with pytest.raises(AdapterNotFound, match="absent"):
+        with pytest.raises(NotFound, match=r"options.parent: no adapter 'acme/absent'") as error:
             await publisher.check(folder, Publication("sql", parent="absent:v1"))
+        assert error.value.reason == AdapterNotFound.reason
         await registry.tenants.set(TenantRecord("acme", max_bytes=100))
         with pytest.raises(ResourceExhausted):
             await publisher.check(folder, Publication("sql", base_id=BASE_ID))

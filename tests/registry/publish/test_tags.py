@@ -131,7 +131,7 @@ async def test_a_second_rollback_goes_further_back_and_a_move_begins_anew(
 
     assert await back() == [2]
     assert await back() == [1]
-    with pytest.raises(NotFound, match="no earlier target to go back to; name a version"):
+    with pytest.raises(NotFound, match=r"no earlier target to go back to; .*--to vN"):
         await back()
     await registry.tags.set(PROD, [TagTarget(3, "")], None, "me")
     await registry.tags.set(PROD, [TagTarget(1, "")], None, "me")
@@ -142,7 +142,7 @@ async def test_a_second_rollback_goes_further_back_and_a_move_begins_anew(
 async def test_rollback_without_a_past_is_refused(registry: Registry) -> None:
     await _versions(registry, 1)
     await registry.tags.set(PROD, [TagTarget(1, "")], None, "me")
-    with pytest.raises(NotFound, match="no earlier target to go back to; name a version"):
+    with pytest.raises(NotFound, match=r"no earlier target to go back to; .*--to vN"):
         await registry.tags.rollback(PROD, 0, None, "me")
 
 
