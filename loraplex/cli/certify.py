@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from loraplex.cli.catalog import certified
-from loraplex.cli.output import about, printable, show
+from loraplex.cli.output import about, show
 from loraplex.cli.parsing import REF_FORMS, Commands, credentials_of, number
 from loraplex.cli.publish import client_of
+from loraplex.printable import printable
 
 if TYPE_CHECKING:
     from loraplex.api.registry import AdapterVersion, Certificate

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from loraplex.errors import NOTE, LoraplexError, Violation, codes_of
+from loraplex.printable import printable
 
 if TYPE_CHECKING:
     from loraplex.api.output import ServedBy
@@ -97,12 +98,6 @@ def print_fields(fields: Mapping[str, str]) -> None:
     for name, value in fields.items():
         if value:
             print(f"{name.ljust(width)}  {printable(value)}")
-
-
-def printable(text: str) -> str:
-    """The text with its control characters escaped. Labels and errors that others wrote could
-    otherwise move the cursor or forge lines."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def print_warnings(warnings: Sequence[Violation]) -> None:

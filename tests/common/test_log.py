@@ -52,6 +52,21 @@ def test_text_line_has_event_and_fields() -> None:
     assert line.endswith("I worker loaded it slot=3")
 
 
+def test_what_others_wrote_forges_no_line_of_text() -> None:
+    forged = "a\n12:00:00 I worker drained\x1b[2J\u2028"
+    record = _record()
+    record.msg, record.args = f"refused {forged}", None
+    record.reason = forged
+    try:
+        raise RuntimeError(forged)
+    except RuntimeError as error:
+        record.exc_info = (type(error), error, error.__traceback__)
+    first, *trace = TextFormatter("worker").format(record).splitlines()
+    escaped = r"a\n12:00:00 I worker drained\x1b[2J\u2028"
+    assert first.endswith(rf"I worker refused {escaped} slot=3 reason={escaped}")
+    assert trace and all(line.startswith("  ") for line in trace)
+
+
 def test_traceback_is_kept_in_both_forms() -> None:
     record = _record()
     try:

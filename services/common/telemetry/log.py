@@ -12,6 +12,8 @@ import sys
 import time
 from typing import Any, TextIO
 
+from loraplex.printable import printable
+
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
 
@@ -60,7 +62,8 @@ class JsonFormatter(logging.Formatter):
 
 
 class TextFormatter(logging.Formatter):
-    """`12:03:04 I gateway event key=value`."""
+    """`12:03:04 I gateway event key=value`. The lines of a traceback are indented, so that an
+    error whose text has line breaks cannot forge an event."""
 
     def __init__(self, service: str) -> None:
         super().__init__()
@@ -70,10 +73,11 @@ class TextFormatter(logging.Formatter):
         clock = time.strftime("%H:%M:%S", time.localtime(record.created))
         parts = [clock, record.levelname[0], self._service, record.getMessage()]
         parts += [f"{key}={value}" for key, value in fields_of(record).items()]
-        line = " ".join(parts)
+        lines = [" ".join(parts)]
         if record.exc_info:
-            line = f"{line}\n{self.formatException(record.exc_info)}"
-        return line
+            trace = self.formatException(record.exc_info).split("\n")
+            lines += [f"  {line}" for line in trace]
+        return "\n".join(map(printable, lines))
 
 
 def _formatter(service: str, style: str, stream: TextIO) -> logging.Formatter:
