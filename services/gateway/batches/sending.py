@@ -20,7 +20,7 @@ from loraplex_services.gateway.batches.book import BatchBook
 from loraplex_services.gateway.batches.files import Files
 from loraplex_services.gateway.batches.lines import CustomIds, Line, read_line, wrong_line
 from loraplex_services.gateway.batches.pace import Pace
-from loraplex_services.gateway.batches.records import BatchRecord
+from loraplex_services.gateway.batches.records import BatchError, BatchRecord
 from loraplex_services.gateway.batches.results import Answer, Result
 from loraplex_services.gateway.batches.storage import Storage
 from loraplex_services.gateway.metrics import BATCH_REQUESTS
@@ -57,8 +57,8 @@ class RunContext:
     endpoints: Endpoints
     pace: Pace
     unread: Callable[[Caller, int], AbstractContextManager[None]]
-    """Counts an answer of some bytes until it is stored; raises ResourceExhausted if its tenant has
-    too many."""
+    """Counts an answer of some bytes until it is stored; raises InvalidRequest if it has too many,
+    and ResourceExhausted if its tenant has."""
     check_key: Callable[[str], Awaitable[Caller]] | None
     """The holder of the key with an id; raises Unauthenticated. None without keys."""
 
@@ -196,6 +196,9 @@ class LineSender:
                 try:
                     unread.enter_context(self._context.unread(self._caller, len(answer.body)))
                     return results.answered(self._record, line, answer)
+                except InvalidRequest as error:
+                    too_large = BatchError("answer_too_large", error.message)
+                    return results.refused(self._record, line, too_large)
                 except ResourceExhausted:  # the store is slower than the answers
                     del answer
                     wait_s = _MAX_WAIT_S

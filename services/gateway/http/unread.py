@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from starlette.datastructures import Headers
 from starlette.types import Message, Scope, Send
 
-from loraplex.errors import ResourceExhausted
+from loraplex.errors import InvalidRequest, ResourceExhausted
 from loraplex_services.common.callers import LOCAL
 from loraplex_services.common.limits import MAX_SMALL_MESSAGE_BYTES
 from loraplex_services.gateway.http.errors import refusal
@@ -49,7 +49,7 @@ class AnswerParts:
         with ExitStack() as held:
             try:
                 held.enter_context(self._collected.unread(caller, len(body)))
-            except ResourceExhausted as error:
+            except (InvalidRequest, ResourceExhausted) as error:
                 start, body = refusal(error, self._scope["path"])
             await self._send(start)
             view = memoryview(body)

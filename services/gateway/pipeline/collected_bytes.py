@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from loraplex.errors import ResourceExhausted
+from loraplex.errors import InvalidRequest, ResourceExhausted
 from loraplex_services.common.callers import Caller
 from loraplex_services.common.limits import (
     MAX_COLLECTED_BYTES,
@@ -24,10 +24,11 @@ _DELTA_BYTES, _TOKEN_BYTES, _LOGPROB_BYTES = 300, 100, 120
 """Approximate sizes of a formatted text delta, of each of its tokens and of each logprob."""
 _VALUE_BYTES = 60
 """Approximate size of a number of a vector, as it came, as it is returned, and in JSON."""
+_FEWER = "(experts over gRPC), or ask for fewer choices, logprobs, experts or inputs at a time"
 
 Note = Callable[[TextDelta], None]
-"""Counts a text delta of an answer. Raises ResourceExhausted if the answers of its tenant hold too
-much."""
+"""Counts a text delta of an answer. Raises InvalidRequest if the answer is too large, and
+ResourceExhausted if the answers of its tenant together hold too much."""
 
 
 class CollectedBytes:
@@ -51,7 +52,9 @@ class CollectedBytes:
             nonlocal mine
             num_bytes = bytes_of(text_delta)
             mine += num_bytes
-            self._add(caller.tenant, num_bytes)
+            self._by_tenant[caller.tenant] += num_bytes
+            _check_size(mine)
+            self._check(caller.tenant)
 
         try:
             yield note
@@ -61,46 +64,52 @@ class CollectedBytes:
     @contextmanager
     def unread(self, caller: Caller, num_bytes: int) -> Iterator[None]:
         """Count a formatted answer until its client has read it. Those of callers without a
-        tenant's key are not counted. Raises: ResourceExhausted.
+        tenant's key are not counted.
+
+        Raises:
+            InvalidRequest: it is too large, whatever the other answers hold.
+            ResourceExhausted: they hold too much now.
         """
         if caller.key_id in SERVICE_KEY_IDS:
             yield
             return
+        _check_size(num_bytes)
+        self._by_tenant[caller.tenant] += num_bytes
         try:
-            self._add(caller.tenant, num_bytes)
+            self._check(caller.tenant)
             yield
         finally:
             self._by_tenant.remove(caller.tenant, num_bytes)
 
-    def _add(self, tenant: str, num_bytes: int) -> None:
-        self._by_tenant[tenant] += num_bytes
+    def _check(self, tenant: str) -> None:
         held, total = self._by_tenant[tenant], self._by_tenant.total()
         is_over = total > MAX_COLLECTED_BYTES and held > total / len(self._by_tenant)
         if is_over or held > MAX_COLLECTED_BYTES_PER_TENANT:
-            raise _too_large()
+            raise ResourceExhausted(
+                f"the answers under way are too large together; read or stream them {_FEWER}",
+                reason="ANSWERS_TOO_LARGE",
+                retry_after_s=1.0,
+            )
 
 
 def _counting_one() -> Note:
-    """A function that raises ResourceExhausted if one answer has too many experts or numbers of
-    vectors. Nothing else bounds these, and formatting makes several copies of them."""
+    """A function that checks only the experts and the numbers of vectors in one answer. Nothing
+    else bounds these, and formatting makes several copies of them."""
     held = 0
 
     def note(text_delta: TextDelta) -> None:
         nonlocal held
         held += _expert_bytes(text_delta) + _VALUE_BYTES * len(text_delta.pooled)
-        if held > MAX_COLLECTED_BYTES_PER_TENANT:
-            raise _too_large()
+        _check_size(held)
 
     return note
 
 
-def _too_large() -> ResourceExhausted:
-    return ResourceExhausted(
-        "the answers under way are too large to be sent as a whole; read or stream them (experts "
-        "over gRPC), or ask for fewer choices, logprobs, experts or inputs at a time",
-        reason="ANSWERS_TOO_LARGE",
-        retry_after_s=1.0,
-    )
+def _check_size(num_bytes: int) -> None:
+    """Raises InvalidRequest for an answer that would exceed its tenant's limit by itself."""
+    if num_bytes > MAX_COLLECTED_BYTES_PER_TENANT:
+        why = f"the answer is too large to be sent as a whole; stream it {_FEWER}"
+        raise InvalidRequest(why, reason="ANSWER_TOO_LARGE")
 
 
 def _expert_bytes(text_delta: TextDelta) -> int:

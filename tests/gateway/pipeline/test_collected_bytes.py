@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from loraplex.api.output import Candidate, TokenLogprob
-from loraplex.errors import ResourceExhausted
+from loraplex.errors import InvalidRequest, ResourceExhausted
 from loraplex_services.common.callers import ALL_SCOPES, LOCAL, Caller
 from loraplex_services.gateway.pipeline import collected_bytes as collected
 from loraplex_services.gateway.pipeline.collected_bytes import CollectedBytes, bytes_of
@@ -40,6 +40,18 @@ def test_answers_of_one_tenant_hold_so_much_together_and_give_it_back() -> None:
                 first(DELTA)
 
 
+def test_an_answer_that_exceeds_the_limit_alone_is_not_to_be_asked_for_again() -> None:
+    answers = CollectedBytes()
+    with answers.counted(ACME) as note:
+        fill(note, 8)
+        with pytest.raises(InvalidRequest, match="the answer is too large"):
+            note(DELTA)
+    with pytest.raises(InvalidRequest), answers.unread(ACME, 9 * bytes_of(DELTA)):
+        pass
+    with answers.unread(ACME, 8 * bytes_of(DELTA)):
+        pass  # nothing is held any more
+
+
 def test_when_all_is_taken_whoever_holds_more_than_an_equal_share_is_refused() -> None:
     answers = CollectedBytes()
     with answers.counted(ACME) as acme, answers.counted(GLOBEX) as globex:
@@ -59,7 +71,7 @@ def test_without_keys_only_the_experts_of_one_answer_are_limited(
             fill(note, 100)
             note(TextDelta(0, routed_experts=experts_of(0, 6)))
             note(TextDelta(1, routed_experts=experts_of(0, 4)))
-            with pytest.raises(ResourceExhausted, match="experts over gRPC"):
+            with pytest.raises(InvalidRequest, match="experts over gRPC"):
                 note(TextDelta(0, routed_experts=experts_of(6, 7)))
 
 
@@ -72,7 +84,7 @@ def test_numbers_of_vectors_count(monkeypatch: pytest.MonkeyPatch, caller: Calle
     with CollectedBytes().counted(caller) as note:
         note(vector)
         note(vector)
-        with pytest.raises(ResourceExhausted, match="inputs at a time"):
+        with pytest.raises(InvalidRequest, match="inputs at a time"):
             note(vector)
 
 
