@@ -95,8 +95,7 @@ class Lookup:
         found = await self._found(ref.tenant, ref.name, kind, wanted)
         is_visible = access.may_see(ref.tenant, found.adapter)
         version = selected(found, ref, split_key, base_ids)
-        has_others = found.has_more or (version is None and ref.digest and found.versions)
-        if has_others and is_visible:
+        if found.has_more and is_visible:
             found = await self._found(ref.tenant, ref.name, "live")
             version = selected(found, ref, split_key, base_ids)
             is_visible = access.may_see(ref.tenant, found.adapter)

@@ -29,8 +29,7 @@ local function generation_of(value)
   return tonumber(string.match(value, '^%d+'))
 end
 
--- What is live of the tenant, and how many versions of the adapter. Where an earlier build indexed some
--- of them, that number is too low until the index is rebuilt.
+-- What is live of the tenant, and how many versions of the adapter.
 local function count_use(item, sign)
   local use = item.use
   redis.call('HINCRBY', ns .. 'use:' .. use.tenant, 'bytes', sign * use.bytes)

@@ -12,18 +12,6 @@ if redis.call('HEXISTS', key, 'd:' .. ARGV[4]) == 1 then return {epoch, sequence
 
 local count = tonumber(redis.call('HGET', key, 'count') or '0')
 local highest = tonumber(redis.call('HGET', key, 'highest') or '0')
--- Earlier builds do not count. Looking through thousands of versions keeps Redis from all others.
-if count ~= highest or count == 0 then
-  count, highest = 0, 0
-  for _, field in ipairs(redis.call('HKEYS', key)) do
-    local number = tonumber(string.match(field, '^v(%d+)$'))
-    if number then
-      count = count + 1
-      highest = math.max(highest, number)
-    end
-  end
-  if count > 0 then redis.call('HSET', key, 'count', count, 'highest', highest) end
-end
 if count ~= highest then return {epoch, sequence, false} end
 local live = tonumber(redis.call('HGET', key, 'live') or '0')
 return {epoch, sequence, {highest, live, redis.call('HGET', key, 'v1') or ''}}

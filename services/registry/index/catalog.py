@@ -196,10 +196,9 @@ class Catalog:
         return int(found[0]), int(found[1]), [record_of(VersionRecord, v) for v in found[2:] if v]
 
     async def num_live(self, scope: str) -> int:
-        """How many versions of an adapter are not deleted; fewer where an earlier build indexed
-        some."""
+        """How many versions of an adapter are not deleted."""
         question = ["HGET", f"a:{scope}", "live"]
-        return max(0, int(await self._patiently(lambda: self._run("read", question)) or 0))
+        return int(await self._patiently(lambda: self._run("read", question)) or 0)
 
     async def num_tags(self, scope: str) -> int:
         """How many tags an adapter has, deleted ones included."""

@@ -20,8 +20,7 @@ class Found:
     """Ordered by number."""
     adapter: AdapterRecord | None
     has_more: bool = False
-    """Whether other versions have had the digest that was asked for. Indexes of earlier builds do
-    not say it."""
+    """Whether other versions have had the digest that was asked for."""
 
     @property
     def num_documents(self) -> int:

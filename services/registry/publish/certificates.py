@@ -73,10 +73,8 @@ class Certificates:
 
 
 def _subject(record: Certificate) -> tuple[str, ...]:
-    """The subject of a certificate. An empty scheme is left out, as in certificates from before
-    schemes were recorded, because objects are named after this."""
-    subject = record.base_id, record.reference, record.probe_sha256
-    return (*subject, record.quantization) if record.quantization else subject
+    """The subject of a certificate. Objects are named after this."""
+    return record.base_id, record.reference, record.probe_sha256, record.quantization
 
 
 def _check(record: Certificate) -> None:
