@@ -6,7 +6,6 @@ import enum
 from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import repeat
 from typing import NamedTuple
 
 
@@ -54,7 +53,7 @@ class PackedLogprobs:
     logprobs: bytes = b""
     """Little-endian float32, in the same order."""
     ranks: bytes = b""
-    """Little-endian uint32 for each position; empty = not known."""
+    """Little-endian uint32 for each position."""
 
     def __len__(self) -> int:
         """Number of positions, without the first token of the prompt, which has no logprob."""
@@ -79,10 +78,9 @@ class PackedLogprobs:
         flat = list(map(Candidate, array("I", self.token_ids), array("f", self.logprobs)))
         step = 1 + self.num_top
         starts = range(0, len(flat), step)
-        ranks = array("I", self.ranks) or repeat(0)
         return tuple(
             TokenLogprob(*flat[i], tuple(flat[i + 1 : i + step]), rank)
-            for i, rank in zip(starts, ranks, strict=False)
+            for i, rank in zip(starts, array("I", self.ranks), strict=True)
         )
 
 

@@ -192,8 +192,8 @@ class TagMove:
     moved_unix_s: float
     mover: str
     """Id of the key that moved it; "" without auth."""
-    name: str = ""
-    """Name of the adapter as it was first published; "" from an older registry."""
+    name: str
+    """Name of the adapter as it was first published."""
 
 
 @dataclass(frozen=True, slots=True)

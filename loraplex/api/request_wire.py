@@ -146,7 +146,6 @@ def worker_request_to_proto(request: WorkerRequest) -> worker_pb2.WorkerRequest:
                         kept.adapters.add(digest=digest, weight=weight)
             case Pooling():
                 message.pooling = pooling_to_proto(value)
-                message.pools = value is Pooling.LAST
             case _:
                 _put(message, name, value)
     return message
@@ -155,12 +154,9 @@ def worker_request_to_proto(request: WorkerRequest) -> worker_pb2.WorkerRequest:
 def worker_request_from_proto(message: worker_pb2.WorkerRequest) -> WorkerRequest:
     """The inverse; the values are unchecked. Without a salt of its own it has its tenant's."""
     values = set_fields(message, _WORKER_READERS)
-    for name in ("pools", "grammar_eos_ids"):
-        values.pop(name, None)
-    # Gateways before `pooling` say `pools`.
-    unsaid = Pooling.LAST if message.pools else Pooling.NONE
-    values["pooling"] = pooling_from_proto(message.pooling) or unsaid
-    added = tuple((t.token_id, t.content) for t in message.grammar_tokens if not t.special)
+    values.pop("grammar_eos_ids", None)
+    values["pooling"] = pooling_from_proto(message.pooling) or Pooling.NONE
+    added = tuple((t.token_id, t.content) for t in message.grammar_tokens)
     values["grammar_tokens"] = GrammarTokens(added, tuple(message.grammar_eos_ids))
     values["sampling"] = sampling_params_from_proto(message.sampling)
     values["tenant"] = message.tenant

@@ -212,9 +212,7 @@ async def _history(args: argparse.Namespace) -> None:
         return moment(move.moved_unix_s), move.mover or "-", to
 
     def object_of(move: TagMove) -> dict[str, Any]:
-        name = {"name": move.name or args.name.rpartition("/")[2]}
-        about = name | {"tag": args.tag} | _first_of(move.targets)
-        return about | dataclasses.asdict(move) | name
+        return {"tag": args.tag} | _first_of(move.targets) | dataclasses.asdict(move)
 
     show_table(("MOVED", "BY", "TO"), moves, row, as_json=args.json, object_of=object_of)
 

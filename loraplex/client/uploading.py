@@ -26,7 +26,6 @@ from loraplex.errors import (
     LoraplexError,
     ResourceExhausted,
     Unavailable,
-    Unsupported,
 )
 from loraplex.v1 import registry_pb2 as pb
 from loraplex.v1 import registry_pb2_grpc
@@ -70,19 +69,15 @@ async def upload(
     It is safe to repeat: an interrupted upload continues with the bytes that are missing.
     """
     if sum(file.size_bytes for file in files) <= MAX_ONE_CALL_BYTES:
-        # An older registry does not know the call. What is unsupported otherwise is refused again,
-        # and so is what was refused for a reason that was lost.
         try:
             return await _publish_in_one_call(channel, options, files, summed, progress)
-        except Unsupported:
-            pass
-        except Unavailable as error:
+        except Unavailable as error:  # A refusal whose reason was lost is refused again.
             if error.reason != STATUS_LOST:
                 raise
     request = pb.CreateUploadRequest(options=options, files=[each.spec for each in summed])
     crc32s = {each.spec.path: each.crc32s for each in summed}
     session = await _open(channel, request)
-    num_streams = await _num_streams(channel, session, files)
+    num_streams = await _num_streams(channel, files)
     pauses = iter(PAUSES_S)
     while True:
         try:
@@ -91,9 +86,8 @@ async def upload(
             pause_s = next(pauses, None)
             if pause_s is None:
                 raise
-            # One stream may do what several may not: the tenant may have too many of them, and
-            # another registry behind the same address may be older and take bytes only in order.
-            # If one of several registries has ended, the others can still take some streams.
+            # One stream may do what several may not: the tenant may have too many of them. If one
+            # of several registries has ended, the others can still take some streams.
             is_lost = isinstance(error, Unavailable)
             if num_streams == 1 and not is_lost and not error.retry_after_s:
                 raise
@@ -174,12 +168,10 @@ async def _open(channel: Channel, request: pb.CreateUploadRequest) -> pb.CreateU
     return session
 
 
-async def _num_streams(
-    channel: Channel, session: pb.CreateUploadResponse, files: Sequence[SentFile]
-) -> int:
+async def _num_streams(channel: Channel, files: Sequence[SentFile]) -> int:
     """The number of streams that send as fast as is wanted over a line with this round trip."""
     most_bytes = max(file.size_bytes for file in files)
-    if not session.takes_any_order or most_bytes <= RANGE_BYTES:
+    if most_bytes <= RANGE_BYTES:
         return 1
     check: Any = channel.stub(lambda opened: opened.unary_unary("/grpc.health.v1.Health/Check"))
     round_trip_s = math.inf

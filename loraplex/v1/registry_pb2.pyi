@@ -85,14 +85,12 @@ class FileProgress(_message.Message):
     def __init__(self, path: _Optional[str] = ..., committed_bytes: _Optional[int] = ..., complete: bool = ...) -> None: ...
 
 class CreateUploadResponse(_message.Message):
-    __slots__ = ("upload_id", "progress", "takes_any_order")
+    __slots__ = ("upload_id", "progress")
     UPLOAD_ID_FIELD_NUMBER: _ClassVar[int]
     PROGRESS_FIELD_NUMBER: _ClassVar[int]
-    TAKES_ANY_ORDER_FIELD_NUMBER: _ClassVar[int]
     upload_id: str
     progress: _containers.RepeatedCompositeFieldContainer[FileProgress]
-    takes_any_order: bool
-    def __init__(self, upload_id: _Optional[str] = ..., progress: _Optional[_Iterable[_Union[FileProgress, _Mapping]]] = ..., takes_any_order: bool = ...) -> None: ...
+    def __init__(self, upload_id: _Optional[str] = ..., progress: _Optional[_Iterable[_Union[FileProgress, _Mapping]]] = ...) -> None: ...
 
 class UploadPartRequest(_message.Message):
     __slots__ = ("upload_id", "path", "offset", "data", "crc32")

@@ -83,7 +83,7 @@ class TokenSequence(_message.Message):
     def __init__(self, ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class WorkerRequest(_message.Message):
-    __slots__ = ("request_id", "tenant", "priority", "fairness_weight", "cache_salt", "remaining_s", "trace", "prompt_ids", "output_ids", "adapters", "sampling", "sample_index", "grammar", "pools", "pooling", "grammar_tokens", "grammar_eos_ids", "remaining_first_token_s", "kept", "routed_from")
+    __slots__ = ("request_id", "tenant", "priority", "fairness_weight", "cache_salt", "remaining_s", "trace", "prompt_ids", "output_ids", "adapters", "sampling", "sample_index", "grammar", "pooling", "grammar_tokens", "grammar_eos_ids", "remaining_first_token_s", "kept", "routed_from")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
@@ -97,7 +97,6 @@ class WorkerRequest(_message.Message):
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     SAMPLE_INDEX_FIELD_NUMBER: _ClassVar[int]
     GRAMMAR_FIELD_NUMBER: _ClassVar[int]
-    POOLS_FIELD_NUMBER: _ClassVar[int]
     POOLING_FIELD_NUMBER: _ClassVar[int]
     GRAMMAR_TOKENS_FIELD_NUMBER: _ClassVar[int]
     GRAMMAR_EOS_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -117,14 +116,13 @@ class WorkerRequest(_message.Message):
     sampling: WorkerSampling
     sample_index: int
     grammar: _common_pb2.Grammar
-    pools: bool
     pooling: _common_pb2.Pooling
     grammar_tokens: _containers.RepeatedCompositeFieldContainer[GrammarToken]
     grammar_eos_ids: _containers.RepeatedScalarFieldContainer[int]
     remaining_first_token_s: float
     kept: _containers.RepeatedCompositeFieldContainer[KeptPrefix]
     routed_from: int
-    def __init__(self, request_id: _Optional[str] = ..., tenant: _Optional[str] = ..., priority: _Optional[int] = ..., fairness_weight: _Optional[float] = ..., cache_salt: _Optional[str] = ..., remaining_s: _Optional[float] = ..., trace: _Optional[str] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., output_ids: _Optional[_Iterable[int]] = ..., adapters: _Optional[_Iterable[_Union[WorkerAdapter, _Mapping]]] = ..., sampling: _Optional[_Union[WorkerSampling, _Mapping]] = ..., sample_index: _Optional[int] = ..., grammar: _Optional[_Union[_common_pb2.Grammar, _Mapping]] = ..., pools: bool = ..., pooling: _Optional[_Union[_common_pb2.Pooling, str]] = ..., grammar_tokens: _Optional[_Iterable[_Union[GrammarToken, _Mapping]]] = ..., grammar_eos_ids: _Optional[_Iterable[int]] = ..., remaining_first_token_s: _Optional[float] = ..., kept: _Optional[_Iterable[_Union[KeptPrefix, _Mapping]]] = ..., routed_from: _Optional[int] = ...) -> None: ...
+    def __init__(self, request_id: _Optional[str] = ..., tenant: _Optional[str] = ..., priority: _Optional[int] = ..., fairness_weight: _Optional[float] = ..., cache_salt: _Optional[str] = ..., remaining_s: _Optional[float] = ..., trace: _Optional[str] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., output_ids: _Optional[_Iterable[int]] = ..., adapters: _Optional[_Iterable[_Union[WorkerAdapter, _Mapping]]] = ..., sampling: _Optional[_Union[WorkerSampling, _Mapping]] = ..., sample_index: _Optional[int] = ..., grammar: _Optional[_Union[_common_pb2.Grammar, _Mapping]] = ..., pooling: _Optional[_Union[_common_pb2.Pooling, str]] = ..., grammar_tokens: _Optional[_Iterable[_Union[GrammarToken, _Mapping]]] = ..., grammar_eos_ids: _Optional[_Iterable[int]] = ..., remaining_first_token_s: _Optional[float] = ..., kept: _Optional[_Iterable[_Union[KeptPrefix, _Mapping]]] = ..., routed_from: _Optional[int] = ...) -> None: ...
 
 class KeptPrefix(_message.Message):
     __slots__ = ("adapters", "num_tokens")
@@ -135,14 +133,12 @@ class KeptPrefix(_message.Message):
     def __init__(self, adapters: _Optional[_Iterable[_Union[WorkerAdapter, _Mapping]]] = ..., num_tokens: _Optional[int] = ...) -> None: ...
 
 class GrammarToken(_message.Message):
-    __slots__ = ("token_id", "content", "special")
+    __slots__ = ("token_id", "content")
     TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
     CONTENT_FIELD_NUMBER: _ClassVar[int]
-    SPECIAL_FIELD_NUMBER: _ClassVar[int]
     token_id: int
     content: str
-    special: bool
-    def __init__(self, token_id: _Optional[int] = ..., content: _Optional[str] = ..., special: bool = ...) -> None: ...
+    def __init__(self, token_id: _Optional[int] = ..., content: _Optional[str] = ...) -> None: ...
 
 class SessionRequest(_message.Message):
     __slots__ = ("hello", "submit", "cancel", "ack")

@@ -85,7 +85,7 @@ def test_every_field_of_the_wire_is_one_of_ours() -> None:
         "prompt"
     }
     job = {field.name for field in dataclasses.fields(WorkerRequest)}
-    assert names_of(worker_pb2.WorkerRequest) - {"pools", "grammar_eos_ids"} == job
+    assert names_of(worker_pb2.WorkerRequest) - {"grammar_eos_ids"} == job
 
 
 def test_what_a_client_asks_comes_out_as_it_went_in() -> None:
@@ -116,11 +116,6 @@ def test_a_message_that_says_little_means_the_defaults() -> None:
     job = worker_request_from_proto(worker_pb2.WorkerRequest(prompt_ids=[1], tenant="t"))
     sampling = SamplingParams(max_tokens=0, seed=0)
     assert job == WorkerRequest(prompt_ids=(1,), sampling=sampling, tenant="t", cache_salt="t")
-
-
-def test_older_gateways_ask_for_vectors_with_a_flag() -> None:
-    message = worker_pb2.WorkerRequest(prompt_ids=[1], pools=True)
-    assert worker_request_from_proto(message).pooling is Pooling.LAST
 
 
 @pytest.mark.parametrize(

@@ -169,16 +169,6 @@ async def test_a_small_adapter_is_sent_in_one_call_which_is_repeated_with_the_sa
     assert seen[-1][1] == seen[-1][2] == sum(file.size_bytes for file in small_files)
 
 
-async def test_an_older_registry_takes_a_small_adapter_in_parts(
-    small_files: list[LocalFile],
-) -> None:
-    servicer = FlakyRegistry()
-    await _upload(servicer, small_files)
-    for file in small_files:
-        assert servicer.stored[file.path] == file.location.read_bytes()
-    assert servicer.offsets == [0, 0]
-
-
 async def test_a_small_adapter_whose_refusal_is_lost_is_sent_in_parts(
     small_files: list[LocalFile],
 ) -> None:

@@ -157,13 +157,12 @@ def joined(first: CompletionLogprobs, second: CompletionLogprobs) -> CompletionL
 
 
 def _by_id(tokens: TokenBytes, entry: TokenLogprob) -> dict[str, PromptLogprob]:
-    # Older workers do not say the rank of the token itself.
-    ranks = {entry.token_id: entry.rank} if entry.rank else {}
+    ranks = {entry.token_id: entry.rank}
     ranks |= {token_id: rank for rank, (token_id, _) in enumerate(entry.top, start=1)}
     return {
         str(token_id): {
             "logprob": finite(logprob),
-            "rank": ranks.get(token_id),
+            "rank": ranks[token_id],
             "decoded_token": tokens.texts[token_id],
         }
         for token_id, logprob in ((entry.token_id, entry.logprob), *entry.top)

@@ -67,9 +67,7 @@ class PublishService(AdminService):
             async with self._openings.held(access.tenant, "uploads to begin"):
                 session = await self._open_upload(request, access)
         progress = await self._progress(session)
-        return pb.CreateUploadResponse(
-            upload_id=session.upload_id, progress=progress, takes_any_order=True
-        )
+        return pb.CreateUploadResponse(upload_id=session.upload_id, progress=progress)
 
     async def _open_upload(self, request: pb.CreateUploadRequest, access: Access) -> UploadSession:
         checked = await self._checked(request.options, request.files, access)
