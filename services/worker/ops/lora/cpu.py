@@ -52,7 +52,7 @@ class NativeLora:
             assert lora.records is not None, "C++ kernels need records"
             out, ids = y[run.begin : run.end], token_ids[run.begin : run.end]
             if delta.row_ids is not None:
-                replace_looked_up(out, ids, delta.rows, delta.row_ids)
+                replace_looked_up(out, ids, delta)
             own = pack_runs([(lora.records.address(run.slot), 0, len(ids), run.coef)])
             columns = look_up(ids, delta)
             rows = out, row_stride(out), out.shape[1], out.dtype

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from loraplex_services.worker.transfers import to_device
 from loraplex_services.worker.types.sites import Slice as Slice
 
 
@@ -26,7 +28,44 @@ class Tile(NamedTuple):
     """`[row_end - row_begin, col_end - col_begin]`, contiguous, a view of the arena."""
 
 
-@dataclass(frozen=True, slots=True)
+class StoredRows:
+    """The rows of a matrix that is looked up by row, as an embedding is.
+
+    A tile has at most 16 rows, so a vocabulary has thousands of tiles: rows are found without a
+    loop over them, and without the host waiting for the device.
+    """
+
+    def __init__(self, tiles: Sequence[Tile]) -> None:
+        """`tiles` are views of one buffer, in the order of their rows for each span of columns."""
+        by_columns: dict[int, list[Tile]] = {}
+        for tile in tiles:
+            by_columns.setdefault(tile.col_begin, []).append(tile)
+        self.num_rows = max(tile.row_end for tile in tiles)
+        self._parts = [_part(by_columns[begin]) for begin in sorted(by_columns)]
+
+    def take(self, indices: Tensor) -> Tensor:
+        """int64 `[n]`, each below `num_rows` -> `[n, width]`, in the dtype of the tiles."""
+        parts = []
+        for first_rows, begins, windows in self._parts:
+            tiles = torch.searchsorted(first_rows, indices, right=True) - 1
+            rows = indices - first_rows[tiles]
+            parts.append(windows[begins[tiles] + rows * windows.shape[1]])
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+
+def _part(tiles: Sequence[Tile]) -> tuple[Tensor, Tensor, Tensor]:
+    """The first row of each tile, where it begins in the buffer, and what begins at each element of
+    the buffer: `[elements, width]`, rows that overlap."""
+    data, device = [tile.data for tile in tiles], tiles[0].data.device
+    storage, width = data[0].untyped_storage(), data[0].shape[1]
+    assert {each.untyped_storage().data_ptr() for each in data} == {storage.data_ptr()}
+    num_windows = storage.nbytes() // data[0].itemsize - width + 1
+    numbers = torch.tensor([[t.row_begin for t in tiles], [d.storage_offset() for d in data]])
+    first_rows, begins = to_device(numbers, device)
+    return first_rows, begins, data[0].as_strided((num_windows, width), (1, 1), 0)
+
+
+@dataclass(frozen=True)
 class SiteDelta:
     """Everything an adapter does at one site."""
 
@@ -52,6 +91,16 @@ class SiteDelta:
     """int64 `[changed]`, ascending: whose rows these are."""
     num_rows: int = 0
     """Tokens of the adapter's own embedding and head; 0 = as many as the base's."""
+
+    @cached_property
+    def stored_a(self) -> StoredRows:
+        """A^T at the embedding."""
+        return StoredRows(self.a)
+
+    @cached_property
+    def stored_rows(self) -> StoredRows:
+        """`rows` at the embedding."""
+        return StoredRows(self.rows)
 
     @property
     def replaces_rows(self) -> bool:

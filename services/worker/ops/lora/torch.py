@@ -46,7 +46,7 @@ def add_lora_embedding(y: Tensor, token_ids: Tensor, site_id: int, lora: LoraBat
         if delta is not None:
             out, ids = y[run.begin : run.end], token_ids[run.begin : run.end]
             if delta.row_ids is not None:
-                replace_looked_up(out, ids, delta.rows, delta.row_ids)
+                replace_looked_up(out, ids, delta)
             if delta.a:
                 expand(out, look_up(ids, delta), delta, run.coef)
             apply_vectors(out, delta, run.coef)
@@ -60,14 +60,13 @@ def replace_outputs(y: Tensor, x: Tensor, rows: Sequence[Tile], row_ids: Tensor)
     y[:, row_ids] = products.to(y.dtype)
 
 
-def replace_looked_up(y: Tensor, token_ids: Tensor, rows: Sequence[Tile], row_ids: Tensor) -> None:
+def replace_looked_up(y: Tensor, token_ids: Tensor, delta: SiteDelta) -> None:
     """y[t] = rows[i] where token_ids[t] == row_ids[i]."""
-    indices = torch.searchsorted(row_ids, token_ids).clamp_(max=len(row_ids) - 1)
-    is_changed = row_ids[indices] == token_ids
-    for tile in rows:
-        inside = is_changed & (indices >= tile.row_begin) & (indices < tile.row_end)
-        hits = inside.nonzero()[:, 0]
-        y[hits, tile.col_begin : tile.col_end] = tile.data[indices[hits] - tile.row_begin]
+    assert delta.row_ids is not None
+    indices = torch.searchsorted(delta.row_ids, token_ids).clamp_(max=len(delta.row_ids) - 1)
+    is_changed = delta.row_ids[indices] == token_ids
+    own = delta.stored_rows.take(indices).to(y.dtype)
+    torch.where(is_changed[:, None], own, y, out=y)
 
 
 def shrink(x: Tensor, a: Sequence[Tile], num_rows: int) -> Tensor:
@@ -87,13 +86,11 @@ def _shrink_tile(shrunk: Tensor, x: Tensor, tile: Tile) -> None:
 
 def look_up(token_ids: Tensor, delta: SiteDelta) -> Tensor:
     """Rows of A^T, float32 `[n, rank]`."""
-    found = torch.zeros(len(token_ids), delta.rank, dtype=torch.float32, device=token_ids.device)
-    for tile in delta.a:
-        inside = (token_ids >= tile.row_begin) & (token_ids < tile.row_end)
-        rows = inside.nonzero()[:, 0]
-        values = tile.data[token_ids[rows] - tile.row_begin].float()
-        found[rows, tile.col_begin : tile.col_end] = values
-    return found
+    if not delta.a:
+        return torch.zeros(len(token_ids), 0, device=token_ids.device)
+    stored = delta.stored_a
+    rows = stored.take(token_ids.clamp(max=stored.num_rows - 1)).float()
+    return rows.masked_fill_((token_ids >= stored.num_rows)[:, None], 0.0)
 
 
 def expand(y: Tensor, shrunk: Tensor, delta: SiteDelta, coef: float) -> None:
