@@ -111,6 +111,9 @@ def _common_size(tables: Sequence[AdapterModule], base_size: int, findings: Find
             f"resizes the vocabulary: embedding {sizes[0]} and head {sizes[1]} tokens must agree; "
             "save the adapter with save_embedding_layers=True, or train both tables",
         )
+    if not sizes[0]:
+        why = "has no rows, so there is no token to read or write; save the adapter again"
+        findings.refuse(f"{TENSOR_FILE}:{tables[0].name}", sizes[0], why)
     if sizes[0] > base_size + MAX_ADDED_TOKENS:
         why = f"adds more than the {MAX_ADDED_TOKENS} tokens that are served beyond the base's"
         findings.refuse(f"{TENSOR_FILE}:{tables[0].name}", sizes[0], why)

@@ -31,6 +31,13 @@ def test_both_tables_resized_alike_give_the_adapter_a_vocabulary_of_its_own(num_
     assert found == {"model.embed_tokens": num_rows, "lm_head": num_rows}
 
 
+def test_tables_without_rows_are_refused() -> None:
+    """A worker cannot pack them."""
+    adapter = Adapter().with_tensors({f"{t}.weight": table(0) for t in (EMBEDDING, HEAD)})
+    with pytest.raises(InvalidAdapter, match="has no rows"):
+        adapter.validate(tiny_geometry())
+
+
 def test_tables_of_the_base_s_length_are_no_vocabulary_of_its_own() -> None:
     tables = {f"{EMBEDDING}.weight": table(VOCAB), f"{HEAD}.weight": table(VOCAB)}
     assert rows_of(Adapter().with_tensors(tables)) == {}
