@@ -102,6 +102,9 @@ COUNTS = {
     "MAX_FILE_UPLOADS_PER_TENANT": "of these for one tenant",
     "MAX_FILE_DOWNLOADS": "downloads of files that one gateway sends at a time; others wait",
     "MAX_FILE_DOWNLOADS_PER_TENANT": "of these for one tenant; as many more may wait",
+    "MAX_FOLDER_LOADS": "adapters that one gateway reads from `LORAPLEX_LORA_ROOT` at a time; "
+    "others wait",
+    "MAX_FOLDER_LOADS_PER_TENANT": "of these for one tenant",
     "MAX_FILE_S": "seconds for a file to arrive",
     "MAX_FILE_IDLE_S": "seconds between two parts of a file",
     "MAX_BATCH_LINES": "requests of a batch job",

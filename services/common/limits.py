@@ -271,14 +271,14 @@ MAX_STORED_FILE_BYTES_PER_TENANT = 10240 * MIB
 """Most bytes of all files of a tenant, results of batch jobs included."""
 MAX_FILES_PER_TENANT = 10_000
 MAX_FILE_UPLOADS = 16
-"""Most uploads of files that one gateway receives at the same time; each takes up to 16 MiB of
-memory."""
+"""Most that one gateway receives at the same time; each takes up to 16 MiB of memory."""
 MAX_FILE_UPLOADS_PER_TENANT = 4
 MAX_FILE_DOWNLOADS = 64
-"""Most downloads of files that one gateway sends at the same time; each takes up to 2 MiB of
-memory."""
+"""Most that one gateway sends at the same time; each takes up to 2 MiB of memory."""
 MAX_FILE_DOWNLOADS_PER_TENANT = 16
 """Most downloads of one tenant; as many more may wait."""
+MAX_FOLDER_LOADS = 4
+MAX_FOLDER_LOADS_PER_TENANT = 2
 OBJECTS_PER_CALL = 20
 """Files or batch jobs of a tenant that a call looks at. It counts as one more call for each of
 these, at most as `CALL_BURST`."""

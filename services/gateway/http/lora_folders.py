@@ -18,7 +18,12 @@ from loraplex.client.registry_client import RegistryClient
 from loraplex.errors import InvalidRequest, LoraplexError, NotFound, PermissionDenied, Violation
 from loraplex.refs import parse_name, parse_ref
 from loraplex_services.common.callers import Caller
-from loraplex_services.common.limits import SERVICE_KEY_IDS
+from loraplex_services.common.limits import (
+    MAX_FOLDER_LOADS,
+    MAX_FOLDER_LOADS_PER_TENANT,
+    SERVICE_KEY_IDS,
+)
+from loraplex_services.common.tenant_slots import TenantSlots
 from loraplex_services.gateway.registry.resolve import Resolver
 from loraplex_services.gateway.request import with_names
 
@@ -42,6 +47,7 @@ class LoraFolders:
         self._client = client
         self._root = root.resolve()
         self._resolver = resolver
+        self._loads = TenantSlots(MAX_FOLDER_LOADS, max_held=MAX_FOLDER_LOADS_PER_TENANT)
         self._locks: WeakValueDictionary[tuple[str, str], asyncio.Lock] = WeakValueDictionary()
         """Locks by tenant and name: the second of two loads of a name waits for the first."""
 
@@ -51,7 +57,8 @@ class LoraFolders:
         """Publish a folder; the same content again is the same version.
 
         Raises: PermissionDenied, NotFound, InvalidRequest if the name exists and `in_place` is
-        False, or why the registry refuses.
+        False, ResourceExhausted if the tenant has too many loads waiting, or why the registry
+        refuses.
         """
         if not _may_publish(caller):  # before anything is read
             raise PermissionDenied("this needs the scope 'publisher'; ask an admin for another key")
@@ -59,7 +66,8 @@ class LoraFolders:
         adapter = parse_name(name, caller.tenant, field="lora_name")
         publication = Publication(name, labels={LABEL: SOURCE}, keep_versions=KEPT_VERSIONS)
         lock = self._locks.setdefault(adapter, asyncio.Lock())
-        async with lock, self._client(api_key) as registry:
+        loading = self._loads.held(caller.tenant, "adapters to be loaded from a folder")
+        async with loading, lock, self._client(api_key) as registry:
             if not in_place and [
                 v async for v in registry.list(tenant=adapter[0], name=adapter[1])
             ]:

@@ -18,6 +18,7 @@ from loraplex.api.output import Candidate, PackedLogprobs, TokenLogprob
 from loraplex.api.residency import WorkerLoad
 from loraplex.errors import InvalidRequest, LoraplexError, NotFound, PermissionDenied
 from loraplex.v1 import inference_pb2, inference_pb2_grpc, worker_pb2
+from loraplex_services.common import limits
 from loraplex_services.common.callers import LOCAL, Caller
 from loraplex_services.gateway.http import answering, logprobs, sse
 from loraplex_services.gateway.http.body import Body
@@ -148,6 +149,33 @@ async def test_a_tenant_publishes_only_folders_of_its_own(tmp_path: Path, folder
     for caller in (LOCAL, Caller("default", "k2", frozenset({"root"}))):
         with pytest.raises(InvalidRequest, match="adapter_config"):
             await folders.load("key", caller, "a", "globex/upper", in_place=True)
+
+
+async def test_the_loads_of_one_tenant_leave_others_theirs(tmp_path: Path) -> None:
+    """Large files are hashed in threads, of which a gateway has few."""
+    reading: list[str] = []
+
+    class SlowRegistry(RefusingRegistry):
+        async def upload(self, path: Path, *_: object) -> None:
+            reading.append(path.parent.name)
+            await asyncio.Event().wait()
+
+    client: Any = lambda _: SlowRegistry()  # noqa: E731
+    folders = LoraFolders(client, tmp_path, None)  # type: ignore[arg-type]  # none ends
+    for tenant in ("acme", "globex"):
+        (tmp_path / tenant / "upper").mkdir(parents=True)
+    callers = [Caller(tenant, "k1", frozenset({"publisher"})) for tenant in ("acme", "globex")]
+    loads = [
+        asyncio.ensure_future(folders.load("key", caller, f"a{i}", "upper", in_place=True))
+        for caller in callers
+        for i in range(limits.MAX_FOLDER_LOADS)
+    ]
+    while "globex" not in reading:
+        await asyncio.sleep(0)
+    assert reading.count("acme") == limits.MAX_FOLDER_LOADS_PER_TENANT
+    for load in loads:
+        load.cancel()
+    await asyncio.gather(*loads, return_exceptions=True)
 
 
 def test_the_tokens_of_a_text_are_formatted_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
