@@ -78,6 +78,12 @@ def name_problem(name: str) -> str | None:
     return f"is not a file of an adapter; remove it (allowed are {', '.join(sorted(MAX_BYTES))})"
 
 
+def size_problem(name: str, num_bytes: int) -> str | None:
+    """Why a file of an allowed name, or a pickle, is refused for its size; None if it is not."""
+    most = MAX_PICKLE_BYTES if name == PICKLE_FILE else MAX_BYTES[name]
+    return None if 0 < num_bytes <= most else f"must have 1 to {most} bytes"
+
+
 def check_files(files: Sequence[File], findings: Findings) -> None:
     """Refuse unusual names, duplicates, wrong sizes and digests, and a missing config or tensor
     file."""
@@ -88,8 +94,7 @@ def check_files(files: Sequence[File], findings: Findings) -> None:
             findings.refuse(file.path, file.path, problem)
         elif file.path in seen:
             findings.refuse(file.path, file.path, "is listed twice; list every file once")
-        elif not 0 < file.size <= MAX_BYTES[file.path]:
-            limit = f"must have 1 to {MAX_BYTES[file.path]} bytes"
+        elif limit := size_problem(file.path, file.size):
             findings.refuse(file.path, f"{file.size} bytes", limit)
         elif not _SHA256.fullmatch(file.sha256):
             findings.refuse(f"{file.path}:sha256", file.sha256, "must be 64 lower-case hex digits")

@@ -9,8 +9,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from loraplex.adapter_format.config import CONFIG_FILE, MAX_CONFIG_BYTES
-from loraplex.adapter_format.files import IGNORED, PICKLE_FILE, File, name_problem
+from loraplex.adapter_format.config import CONFIG_FILE
+from loraplex.adapter_format.files import (
+    IGNORED,
+    MAX_BYTES,
+    PICKLE_FILE,
+    File,
+    name_problem,
+    size_problem,
+)
 from loraplex.adapter_format.findings import Findings
 from loraplex.adapter_format.leftovers import HARMLESS, file_left_out, folder_left_out
 from loraplex.adapter_format.safetensors_header import TENSOR_FILE, read_prefix
@@ -40,7 +47,7 @@ def read_folder(path: Path) -> AdapterFolder:
 
     Raises:
         InvalidRequest: there is no such folder.
-        InvalidAdapter: a file is of a refused kind, or config or tensors are missing.
+        InvalidAdapter: a file is of a refused kind or size, or config or tensors are missing.
     """
     return read_files({name: path / name for name in file_names(path)})
 
@@ -49,16 +56,9 @@ def read_files(locations: Mapping[str, Path]) -> AdapterFolder:
     """Read and hash an adapter's files, among them config and tensors, wherever each of them is.
 
     Args:
-        locations: where each file is, by its name within the adapter.
-
-    Raises:
-        InvalidAdapter: the config is too large to be one.
+        locations: where each file is, by its name within the adapter. None is larger than allowed.
     """
-    config, tensors = locations[CONFIG_FILE], locations[TENSOR_FILE]
-    if config.stat().st_size > MAX_CONFIG_BYTES:
-        findings = Findings()
-        findings.refuse(CONFIG_FILE, f"{config.stat().st_size} bytes", "is too large for a config")
-        findings.raise_if_refused()
+    tensors = locations[TENSOR_FILE]
     return AdapterFolder(
         tensor_path=tensors,
         config_bytes=read_config(locations),
@@ -76,9 +76,16 @@ def read_config(locations: Mapping[str, Path]) -> bytes:
     """
     generation = locations.get(GENERATION_FILE)
     return complete_config(
-        locations[CONFIG_FILE].read_bytes(),
-        generation_config=None if generation is None else generation.read_bytes(),
+        _read(locations[CONFIG_FILE], CONFIG_FILE),
+        generation_config=None if generation is None else _read(generation, GENERATION_FILE),
     )
+
+
+def _read(path: Path, name: str) -> bytes:
+    """The content of a file, at most one byte more than is allowed: it may have grown since its
+    size was checked."""
+    with path.open("rb") as file:
+        return file.read(MAX_BYTES[name] + 1)
 
 
 def file_names(path: Path, tensor_file: str = TENSOR_FILE) -> tuple[str, ...]:
@@ -129,6 +136,8 @@ def _look(path: Path, tensor_file: str) -> tuple[tuple[str, ...], LeftOut]:
             findings.warn(entry.name, entry.name, reason)
         elif problem:
             findings.refuse(entry.name, entry.name, problem)
+        elif limit := size_problem(entry.name, num_bytes := entry.stat().st_size):
+            findings.refuse(entry.name, f"{num_bytes} bytes", limit)
         else:
             names.append(entry.name)
     for name in missing:
@@ -136,7 +145,7 @@ def _look(path: Path, tensor_file: str) -> tuple[tuple[str, ...], LeftOut]:
             continue  # Refused above, with the command that makes the missing file of it.
         findings.refuse(name, "missing", "is missing; save the adapter with PEFT's save_pretrained")
     if not missing and CONFIG_FILE in names:  # Not through a link, nor from a pipe.
-        check_pooling(path, (path / CONFIG_FILE).read_bytes(), findings)
+        check_pooling(path, _read(path / CONFIG_FILE, CONFIG_FILE), findings)
     findings.raise_if_refused()
     return tuple(names), LeftOut(tuple(harmless), tuple(findings.warnings))
 
@@ -170,7 +179,7 @@ def _newest(names: list[str]) -> str:
 def _reason_to_leave(entry: os.DirEntry[str], *, is_whole: bool) -> str | None:
     """Why an entry is not uploaded; None if it is uploaded or refused."""
     if entry.is_symlink():
-        is_other = _is_hub_blob(Path(entry.path)) and name_problem(entry.name) is not None
+        is_other = hub_blob(Path(entry.path)) is not None and name_problem(entry.name) is not None
         return file_left_out(entry.name) if is_other else None
     if entry.is_dir(follow_symlinks=False):
         if is_whole and _holds_adapter(entry) and not folder_left_out(entry.name):
@@ -185,7 +194,7 @@ def _reason_to_leave(entry: os.DirEntry[str], *, is_whole: bool) -> str | None:
 def _entry_problem(entry: os.DirEntry[str], tensor_file: str) -> str | None:
     problem = None if entry.name == tensor_file else name_problem(entry.name)
     if entry.is_symlink():
-        if _is_hub_blob(Path(entry.path)):
+        if hub_blob(Path(entry.path)) is not None:
             return problem
         return "is a link; copy the file itself"
     if entry.is_dir(follow_symlinks=False):
@@ -197,16 +206,18 @@ def _entry_problem(entry: os.DirEntry[str], tensor_file: str) -> str | None:
     return problem
 
 
-def _is_hub_blob(link: Path) -> bool:
-    """Whether a link is one that a hub cache makes, from a snapshot to its repository's blobs. A
-    folder `blobs` that is itself a link may lead to files that are not the repository's."""
+def hub_blob(link: Path) -> Path | None:
+    """The file behind a link that a hub cache makes, from a snapshot to its repository's blobs;
+    None for any other path. A folder `blobs` that is itself a link may lead to files that are not
+    the repository's."""
     snapshots = link.parent.parent
     target = Path(os.path.realpath(link))  # which a loop of links does not make fail
-    return (
+    is_blob = (
         snapshots.name == "snapshots"
         and target.parent == snapshots.parent.resolve() / "blobs"
         and target.is_file()
     )
+    return target if is_blob else None
 
 
 def _hash_file(path: Path, name: str) -> File:

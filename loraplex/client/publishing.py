@@ -9,13 +9,13 @@ from pathlib import Path
 from loraplex.adapter_format import CONFIG_FILE, TENSOR_FILE, AdapterFolder, File
 from loraplex.adapter_format.files import check_files
 from loraplex.adapter_format.findings import Findings
-from loraplex.adapter_format.folder import file_names, left_out, read_config, read_files
+from loraplex.adapter_format.folder import file_names, hub_blob, left_out, read_config, read_files
 from loraplex.adapter_format.safetensors_header import read_prefix
 from loraplex.client.sent_files import LocalFile
 from loraplex.errors import NOTE, DataLoss, InvalidAdapter, InvalidRequest, Violation
 from loraplex.model_layout import is_layout, layout_files
 from loraplex.refs import check_tag, parse_name
-from loraplex.signature_bundle import SIGNATURE_FILE
+from loraplex.signature_bundle import MAX_BUNDLE_BYTES, SIGNATURE_FILE
 from loraplex.signing import sign
 from loraplex.units import counted
 from loraplex.v1 import registry_pb2 as pb
@@ -93,7 +93,8 @@ def signatures_of(
         if not path.is_file():
             return []
     try:
-        return [pb.Signature(bundle=path.read_bytes())]
+        with path.open("rb") as file:  # A longer one than allowed is refused by the registry.
+            return [pb.Signature(bundle=file.read(MAX_BUNDLE_BYTES + 1))]
     except OSError as error:
         description = f"cannot be read: {error.strerror}"
         raise InvalidRequest.field("--signature", str(path), description) from None
@@ -102,14 +103,22 @@ def signatures_of(
 def local_files(folder: Path) -> list[LocalFile]:
     """The files of an adapter: of a PEFT folder, a hub cache's snapshot, or an OCI image layout.
 
-    Raises InvalidAdapter naming files that may not be in it.
+    Raises InvalidAdapter naming files that may not be in it, or are too large.
     """
     if is_layout(folder):
-        return layout_files(folder)
-    return [
-        LocalFile(name, folder / name, (folder / name).stat().st_size)
-        for name in file_names(folder)
-    ]
+        files = layout_files(folder)
+        findings = Findings()
+        check_files([File(f.path, f.size_bytes, f.sha256) for f in files], findings)
+        findings.raise_if_refused()
+        return files
+    places = {name: hub_blob(folder / name) or folder / name for name in file_names(folder)}
+    return [LocalFile(name, place, place.stat().st_size) for name, place in places.items()]
+
+
+def files_to_send(folder: Path, strict: bool) -> tuple[list[LocalFile], tuple[Violation, ...]]:
+    """The files of an adapter, and notes and warnings about what is left out. Raises as
+    `local_files` and `left_behind` do."""
+    return local_files(folder), left_behind(folder, strict=strict)
 
 
 def left_behind(folder: Path, *, strict: bool) -> tuple[Violation, ...]:
@@ -144,10 +153,6 @@ def read_adapter(folder: Path) -> AdapterFolder:
         DataLoss: a blob of a layout does not match its digest.
     """
     files = local_files(folder)
-    findings = Findings()
-    declared = [File(file.path, file.size_bytes, file.sha256 or "0" * 64) for file in files]
-    check_files(declared, findings)
-    findings.raise_if_refused()
     content = read_files({file.path: file.location for file in files})
     hashed = {file.path: file.sha256 for file in content.files}
     for file in files:

@@ -32,8 +32,7 @@ from loraplex.client.progress import Progress, ignore_progress
 from loraplex.client.publishing import (
     Publication,
     config_and_header,
-    left_behind,
-    local_files,
+    files_to_send,
     signatures_of,
 )
 from loraplex.client.registry_admin import RegistryAdmin
@@ -89,14 +88,14 @@ class RegistryClient:
         Raises:
             InvalidAdapter: the folder was refused; `violations` name the fields.
         """
-        options = publication.to_proto()
-        files = local_files(Path(folder))
-        left_out = left_behind(Path(folder), strict=publication.strict)
+        options, folder = publication.to_proto(), Path(folder)
+        files, left_out = await asyncio.to_thread(files_to_send, folder, publication.strict)
         summed = await hash_files(files, progress)
         specs = [each.spec for each in summed]
-        options.signatures.extend(signatures_of(publication, Path(folder), specs))
+        options.signatures.extend(signatures_of(publication, folder, specs))
         # Errors in the config or the header are reported before any byte of a large file is sent.
-        await self._validate(options, specs, *config_and_header(files))
+        content = await asyncio.to_thread(config_and_header, files)
+        await self._validate(options, specs, *content)
         done = await upload(self._channel, options, files, summed, progress)
         return _published(done, left_out)
 
@@ -130,12 +129,12 @@ class RegistryClient:
     async def check(self, folder: str | Path, publication: Publication) -> Checked:
         """Check an upload without storing anything; returns what it would become. Raises as
         `upload` does."""
-        options = publication.to_proto()
-        files = local_files(Path(folder))
-        left_out = left_behind(Path(folder), strict=publication.strict)
+        options, folder = publication.to_proto(), Path(folder)
+        files, left_out = await asyncio.to_thread(files_to_send, folder, publication.strict)
         specs = [each.spec for each in await hash_files(files, ignore_progress)]
-        options.signatures.extend(signatures_of(publication, Path(folder), specs))
-        answer = await self._validate(options, specs, *config_and_header(files))
+        options.signatures.extend(signatures_of(publication, folder, specs))
+        content = await asyncio.to_thread(config_and_header, files)
+        answer = await self._validate(options, specs, *content)
         warnings = (*left_out, *violations_from_proto(answer.warnings))
         return Checked(answer.base_id, answer.max_rank, warnings)
 

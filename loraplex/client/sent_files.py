@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import io
+import os
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -33,8 +34,16 @@ class LocalFile:
     """The sha256 that the content must have, if it is known."""
 
     def open(self) -> BinaryIO:
-        """The content, from its start."""
-        return self.location.open("rb")
+        """The content, from its start.
+
+        Raises:
+            DataLoss: it has been deleted, or replaced by a link, which may lead to any file.
+        """
+        try:
+            return open(self.location, "rb", opener=_without_links)
+        except OSError as error:
+            why = "it has changed since its folder was listed"
+            raise DataLoss(f"{self.path} cannot be read: {error.strerror}; {why}") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +65,10 @@ class MemoryFile:
 
 
 SentFile = LocalFile | MemoryFile
+
+
+def _without_links(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW)
 
 
 @dataclass(frozen=True, slots=True)

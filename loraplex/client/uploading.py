@@ -154,10 +154,11 @@ async def _publish_in_one_call(
 
 def _joined(files: Sequence[SentFile]) -> bytes:
     """The bytes of all files, one after another."""
-    return b"".join(
-        file.content if isinstance(file, MemoryFile) else file.location.read_bytes()
-        for file in files
-    )
+    parts = []
+    for file in files:
+        with file.open() as content:
+            parts.append(content.read(file.size_bytes))
+    return b"".join(parts)
 
 
 async def _open(channel: Channel, request: pb.CreateUploadRequest) -> pb.CreateUploadResponse:

@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from loraplex.adapter_format import TENSOR_FILE, Geometry, Report
-from loraplex.adapter_format.files import MAX_PICKLE_BYTES, PICKLE_FILE
+from loraplex.adapter_format.files import PICKLE_FILE
 from loraplex.adapter_format.folder import file_names
 from loraplex.errors import InvalidAdapter, InvalidRequest, Unsupported
 from loraplex.rewriting import child
@@ -56,10 +56,6 @@ def from_pickle(
 
 def _convert(source: Path, target: Path, dtype: str) -> None:
     """Run the process that reads the pickle and writes the safetensors file `target`."""
-    size = source.stat().st_size
-    if size > MAX_PICKLE_BYTES:
-        description = f"must have at most {MAX_PICKLE_BYTES} bytes"
-        raise InvalidAdapter.field(PICKLE_FILE, f"{size} bytes", description)
     environ = {name: os.environ[name] for name in _KEPT if name in os.environ}
     with source.open("rb") as pickle, target.open("wb") as sink:
         try:
@@ -69,4 +65,4 @@ def _convert(source: Path, target: Path, dtype: str) -> None:
             )  # fmt: skip
         except subprocess.TimeoutExpired:
             description = f"could not be read within {TIMEOUT_S:.0f} s"
-            raise InvalidAdapter.field(PICKLE_FILE, size, description) from None
+            raise InvalidAdapter.field(PICKLE_FILE, source.stat().st_size, description) from None

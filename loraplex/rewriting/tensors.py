@@ -24,7 +24,6 @@ from loraplex.adapter_format import (
     parse_header,
     validate,
 )
-from loraplex.adapter_format.files import MAX_BYTES
 from loraplex.adapter_format.folder import read_folder
 from loraplex.adapter_format.report import AdapterModule
 from loraplex.adapter_format.safetensors_header import (
@@ -146,12 +145,8 @@ def write_files(
 
 
 def copy_files(source: Path, target: Path, names: Iterable[str]) -> None:
-    """Copy some of an adapter's files. Raises: InvalidAdapter: a file is larger than its limit."""
+    """Copy some of an adapter's files."""
     for name in names:
-        size = (source / name).stat().st_size
-        if size > MAX_BYTES[name]:
-            description = f"must have at most {MAX_BYTES[name]} bytes"
-            raise InvalidAdapter.field(name, f"{size} bytes", description)
         shutil.copyfile(source / name, target / name)
 
 

@@ -57,6 +57,16 @@ def test_other_files_are_refused(name: str, problem: str, tmp_path: Path) -> Non
     assert problem in refused(tmp_path)[name]
 
 
+@pytest.mark.hostile
+@pytest.mark.parametrize("name", ["adapter_config.json", "generation_config.json", "README.md"])
+def test_a_file_beyond_its_limit_is_refused_before_any_file_is_read(
+    name: str, tmp_path: Path
+) -> None:
+    (write(tmp_path) / name).touch()
+    os.truncate(tmp_path / name, 1 << 40)  # More than the machine has memory for.
+    assert refused(tmp_path)[name] == "must have 1 to 1048576 bytes"
+
+
 @pytest.mark.parametrize("target", ["/etc/hostname", "/nowhere", "README.md"])
 def test_a_link_is_refused(target: str, tmp_path: Path) -> None:
     (write(tmp_path) / "README.md").symlink_to(target)
