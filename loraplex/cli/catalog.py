@@ -180,7 +180,7 @@ async def _show(args: argparse.Namespace) -> None:
     if found.tags:
         print("tags")
         for tag in found.tags:
-            print(f"  {tag.tag} -> {sides_of(tag)}{pending_of(tag)}")
+            print(f"  {tag.tag} -> {targets_of(tag)}{pending_of(tag)}")
     if certificates:
         print("certificates")
         for certificate in certificates:
@@ -226,7 +226,7 @@ def pending_of(tag: Tag) -> str:
     return f" ({tag.pending_reason})" if tag.pending_reason else ""
 
 
-def sides_of(tag: Tag) -> str:
+def targets_of(tag: Tag) -> str:
     """The targets of a tag, or a word that says why it has none."""
     nothing = "nothing" if tag.pending or tag.pending_reason else "(deleted)"
     return spelled(tag.targets) or nothing
@@ -312,5 +312,5 @@ def _change_line(change: Change) -> str:
         return f"{verb} {change.version.ref} {short_digest(change.version.digest)}"
     if change.tag is not None:
         tag = change.tag
-        return f"tag {tag.tenant}/{tag.name}:{tag.tag} -> {sides_of(tag)}"
+        return f"tag {tag.tenant}/{tag.name}:{tag.tag} -> {targets_of(tag)}"
     return f"base {change.base_id}" if change.kind == "base" else "snapshot begins"

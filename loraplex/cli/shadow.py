@@ -135,14 +135,14 @@ async def _versions(
     from loraplex.refs import parse_name
 
     parse_name(args.name)
-    if len(args.sides) != 2:
-        raise InvalidRequest("sides: --shadow takes the served version and one other")
+    if len(args.targets) != 2:
+        raise InvalidRequest("vN=WEIGHT: --shadow takes the served version and one other")
     if args.when_loaded or args.expect:
         raise InvalidRequest("--shadow: leave out --when-loaded and --expect")
     if args.max_pairs == 0:
         raise InvalidRequest.field("--max-pairs", 0, "must be at least 1")
     served, candidate = [
-        (await registry.get(f"{args.name}:v{version}")).version for version, _ in args.sides
+        (await registry.get(f"{args.name}:v{version}")).version for version, _ in args.targets
     ]
     tagged = (await registry.get(f"{args.name}:{args.tag}")).tags
     targets = next(tag.targets for tag in tagged if tag.tag == args.tag)
@@ -167,7 +167,7 @@ async def _run(
     from loraplex.errors import Conflict, DeadlineExceeded, ResourceExhausted, Unavailable
 
     num_failed = 0
-    weights = [weight for _, weight in args.sides]
+    weights = [weight for _, weight in args.targets]
     mirrored = gateway.mirrored(f"{args.name}:{args.tag}", weights[1] / sum(weights))
     async with (
         contextlib.aclosing(mirrored) as requests,

@@ -38,13 +38,13 @@ async def until_moved(
     while True:
         tags = (await client.get(version_ref)).tags
         tag = next((tag for tag in tags if tag.tag == tag_name), None)
-        if tag is not None and _sides(tag.targets) == wanted:
+        if tag is not None and _weights(tag.targets) == wanted:
             return tag
         moved = f"{version_ref.partition(':')[0]}:{tag_name}"
         if tag is not None and not tag.pending and tag.pending_reason:
             problem = f"{moved} has not moved: {tag.pending_reason}"
             raise Unavailable(problem, reason="NOT_LOADED")
-        if tag is None or _sides(tag.pending) != wanted:
+        if tag is None or _weights(tag.pending) != wanted:
             raise Conflict(
                 f"another caller moved {moved} in the meantime; read it again, then decide"
             )
@@ -52,5 +52,5 @@ async def until_moved(
         poll_s = min(2 * poll_s, _MAX_POLL_S)
 
 
-def _sides(targets: Sequence[TagTarget]) -> dict[int, int]:
+def _weights(targets: Sequence[TagTarget]) -> dict[int, int]:
     return {target.version: target.weight for target in targets}

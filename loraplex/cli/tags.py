@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from loraplex.cli import shadow
-from loraplex.cli.catalog import pending_of, sides_of, spelled
+from loraplex.cli.catalog import pending_of, spelled, targets_of
 from loraplex.cli.output import moment, show, show_table
 from loraplex.cli.parsing import Commands, add_label, add_when_loaded
 from loraplex.cli.publish import client_of
@@ -44,9 +44,9 @@ def add(commands: Commands) -> None:
     )
     _add_name_and_tag(parser)
     parser.add_argument(
-        "sides",
+        "targets",
         nargs="+",
-        type=_side,
+        type=_target,
         metavar="vN=WEIGHT",
         help="a version and its share of the requests, such as v3=90",
     )
@@ -132,7 +132,7 @@ def _version(text: str) -> int:
         raise argparse.ArgumentTypeError(error.violations[0].description) from None
 
 
-def _side(text: str) -> tuple[int, int]:
+def _target(text: str) -> tuple[int, int]:
     version, equals, weight = text.partition("=")
     is_number = weight.isascii() and weight.isdigit() and len(weight) <= len(str(MAX_WEIGHT))
     if not equals or not is_number or not 1 <= int(weight) <= MAX_WEIGHT:
@@ -143,7 +143,7 @@ def _side(text: str) -> tuple[int, int]:
 
 
 def _print(tag: Tag, as_json: bool) -> None:
-    text = f"{tag.tenant}/{tag.name}:{tag.tag} -> {sides_of(tag)}{pending_of(tag)}"
+    text = f"{tag.tenant}/{tag.name}:{tag.tag} -> {targets_of(tag)}{pending_of(tag)}"
     value = {**dataclasses.asdict(tag), **_first_of(tag.pending or tag.targets)}
     show(value, text, as_json=as_json)
 
@@ -180,8 +180,8 @@ async def _tag(args: argparse.Namespace) -> None:
 async def _split(args: argparse.Namespace) -> None:
     from loraplex.errors import InvalidRequest
 
-    targets = dict(args.sides)
-    if len(targets) != len(args.sides):
+    targets = dict(args.targets)
+    if len(targets) != len(args.targets):
         raise InvalidRequest("vN=WEIGHT: name each version only once", reason="USAGE")
     if args.shadow:
         await shadow.compare(args)

@@ -46,9 +46,9 @@ def test_an_unknown_argument_is_answered_with_the_usage_of_its_command(
     assert done.stderr.endswith(f"{command}: unrecognized arguments: --bogus\n")
 
 
-@pytest.mark.parametrize("side", ["v1=0", "v1=-1", "v1", "v1=", "1=5", "v1=1000001", "v1=9" * 99])
-def test_a_side_of_a_split_that_cannot_be_is_usage(offline: Any, side: str) -> None:
-    assert offline.error("split", "a", "prod", side)[0] == 2
+@pytest.mark.parametrize("target", ["v1=0", "v1=-1", "v1", "v1=", "1=5", "v1=1000001", "v1=9" * 99])
+def test_a_target_of_a_split_that_cannot_be_is_usage(offline: Any, target: str) -> None:
+    assert offline.error("split", "a", "prod", target)[0] == 2
 
 
 @pytest.mark.parametrize("bound", ["much", "-1", "nan", "inf"])

@@ -77,7 +77,7 @@ def test_tag_moves_by_compare_and_set_and_rolls_back(registry: Any, adapter: Pat
     assert registry.json("rollback", "tagged", "prod")["version"] == 1
     assert registry.json("show", "tagged:latest")["digest"] == two["digest"]
     split = registry.json("split", "tagged", "prod", "v1=90", "v2=10")
-    assert [side["weight"] for side in split["targets"]] == [90, 10]
+    assert [target["weight"] for target in split["targets"]] == [90, 10]
 
 
 def test_history_tells_every_move_of_a_tag_newest_first(registry: Any, adapter: Path) -> None:

@@ -67,11 +67,11 @@ def traffic(stack: Stack) -> Iterator[None]:
 
 def shadow(stack: Stack, version: int, *flags: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "loraplex.cli.registry", "split", NAME, "prod"]
-    sides = (f"v{SERVED}=1", f"v{version}=9")
+    targets = (f"v{SERVED}=1", f"v{version}=9")
     servers = ("--registry", stack.registry, "--gateway", stack.grpc)
     with traffic(stack):
         return subprocess.run(
-            [*command, *sides, "--shadow", "--json", *servers, *flags],
+            [*command, *targets, "--shadow", "--json", *servers, *flags],
             capture_output=True,
             text=True,
             timeout=150,

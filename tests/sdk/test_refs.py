@@ -28,7 +28,7 @@ TAGS = st.from_regex(r"[a-z0-9_][a-z0-9._-]{0,63}", fullmatch=True).filter(
 
 
 @dataclass(frozen=True)
-class Side:
+class Target:
     version: int
     weight: int
 
@@ -172,19 +172,19 @@ def test_version_parses() -> None:
 
 
 def test_split_is_sticky_and_proportional() -> None:
-    sides = [Side(3, 90), Side(4, 10)]
+    targets = [Target(3, 90), Target(4, 10)]
     keys = [f"user-{i}" for i in range(4000)]
-    chosen = [split_choice(sides, key).version for key in keys]
-    assert chosen == [split_choice(sides, key).version for key in keys]
+    chosen = [split_choice(targets, key).version for key in keys]
+    assert chosen == [split_choice(targets, key).version for key in keys]
     assert 300 < chosen.count(4) < 500
 
 
 def test_shifting_weight_moves_only_the_shifted_share() -> None:
-    before, after = [Side(3, 90), Side(4, 10)], [Side(3, 160), Side(4, 40)]
+    before, after = [Target(3, 90), Target(4, 10)], [Target(3, 160), Target(4, 40)]
     for i in range(500):
         if split_choice(before, str(i)).version == 4:
             assert split_choice(after, str(i)).version == 4
 
 
 def test_no_key_means_the_first_side() -> None:
-    assert split_choice([Side(3, 1), Side(4, 99)], "").version == 3
+    assert split_choice([Target(3, 1), Target(4, 99)], "").version == 3

@@ -200,7 +200,7 @@ class AdapterEndpoints:
                     {
                         "at_unix_s": move.moved_unix_s,
                         "by": move.mover,
-                        "sides": _sides(move.targets),
+                        "targets": _weighted(move.targets),
                     }
                     for move in (await registry.tag_history(name, tag.tag))[:MAX_MOVES]
                 ]
@@ -299,8 +299,8 @@ def _labels(version: Version) -> list[str]:
 
 
 def _tag(tag: Tag) -> dict[str, Any]:
-    return {"tag": tag.tag, "sides": _sides(tag.targets), "pending": _sides(tag.pending)}
+    return {"tag": tag.tag, "targets": _weighted(tag.targets), "pending": _weighted(tag.pending)}
 
 
-def _sides(sides: Iterable[TagTarget]) -> list[dict[str, int]]:
-    return [{"number": side.version, "weight": side.weight} for side in sides]
+def _weighted(targets: Iterable[TagTarget]) -> list[dict[str, int]]:
+    return [{"number": target.version, "weight": target.weight} for target in targets]

@@ -23,7 +23,7 @@ IGNORED = frozenset(
     }
 )
 """Fields of OpenAI's own that change nothing here, except that user and prompt_cache_key choose the
-side of a split."""
+target of a split."""
 
 DEFAULTS: Mapping[str, tuple[object, ...]] = {
     "async": (False,),

@@ -2,7 +2,7 @@
 -- KEYS[1] = prefix; ARGV = the position seen before (epoch, sequence), set ('names' | 'shared'), min,
 -- max (ZRANGEBYLEX bounds), limit of names, which versions (see Catalog.page), number of versions after
 -- which the page ends, the scope that a part was read of and the last number of this part. The current
--- version is the one that `latest` points at (the heaviest side of a split), the newest where it points at
+-- version is the one that `latest` points at (the heaviest target of a split), the newest where it points at
 -- none. A page ends after some bytes and some numbers that were looked at, too.
 -- Returns {epoch, sequence, {{{scope, adapter, tags, versions, number after which versions follow or 0}...},
 -- 1 if nothing follows, otherwise 0}}, or false where there is no index or it is behind that position.

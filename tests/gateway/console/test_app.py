@@ -158,7 +158,7 @@ async def test_adapters_come_in_pages_that_are_filtered_and_sorted(stack: Stack)
     assert [version["number"] for version in upper["versions"]] == [5, 4, 3]
     assert upper["num_versions"] == 5
     assert upper["versions"][0]["digest"] == digest_of("upper", 5)
-    tags = {tag["tag"]: tag["sides"] for tag in upper["tags"]}
+    tags = {tag["tag"]: tag["targets"] for tag in upper["tags"]}
     assert tags["prod"] == [{"number": 1, "weight": 1}, {"number": 2, "weight": 3}]
 
 

@@ -146,9 +146,9 @@ export class Adapters {
   }
 
   tagRow(adapter, full, tag) {
-    const moves = (adapter.history?.[tag.tag] ?? []).slice(0, 5).map((move) => `${when(move.at_unix_s)} ${sides(move.sides) || "deleted"}${move.by ? ` by ${move.by}` : ""}`);
+    const moves = (adapter.history?.[tag.tag] ?? []).slice(0, 5).map((move) => `${when(move.at_unix_s)} ${targets(move.targets) || "deleted"}${move.by ? ` by ${move.by}` : ""}`);
     return h("tr", {},
-      h("td", { className: "name" }, tag.tag), h("td", {}, sides(tag.sides)),
+      h("td", { className: "name" }, tag.tag), h("td", {}, targets(tag.targets)),
       h("td", {}, h("ul", { className: "moves", "aria-label": `History of ${tag.tag}` }, ...moves.map((move) => h("li", {}, move)))),
       h("td", { className: "last" }, adapter.may_change ? h("button", { className: "quiet", type: "button",
         onclick: () => this.change(full, { action: "rollback", tag: tag.tag }, `Roll ${tag.tag} back?`) }, "Roll back") : null));
@@ -228,12 +228,12 @@ function when(unixS) {
   return unixS ? new Date(1000 * unixS).toLocaleString(undefined, { dateStyle: "medium", timeStyle: "short" }) : "–";
 }
 
-function sides(all) {
-  const weights = all.reduce((sum, side) => sum + side.weight, 0);
-  return all.length === 1 ? `v${all[0].number}` : all.map((side) => `v${side.number} ${Math.round(100 * side.weight / weights)}%`).join(" · ");
+function targets(all) {
+  const weights = all.reduce((sum, target) => sum + target.weight, 0);
+  return all.length === 1 ? `v${all[0].number}` : all.map((target) => `v${target.number} ${Math.round(100 * target.weight / weights)}%`).join(" · ");
 }
 
 function tagChip(tag) {
-  const pending = tag.pending.length ? ` → v${tag.pending.map((side) => side.number).join(", v")} pending` : "";
-  return h("li", { className: pending ? "chip loading" : "chip" }, `${tag.tag}: ${sides(tag.sides)}${pending}`);
+  const pending = tag.pending.length ? ` → v${tag.pending.map((target) => target.number).join(", v")} pending` : "";
+  return h("li", { className: pending ? "chip loading" : "chip" }, `${tag.tag}: ${targets(tag.targets)}${pending}`);
 }
