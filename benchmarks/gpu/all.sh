@@ -104,16 +104,16 @@ case "$PART" in
         step 10 nvidia-smi
         tests new 90 $(printf "$kernels/test_%s.py " long_runs coded_linear fused contract lora runner)
     fi
-    gpu 170 gpu_decode ""
-    gpu 110 gpu_engine ""
+    gpu 170 decode ""
+    gpu 110 engine ""
     # torch reads this variable. On an H200, products of 64 rows are faster with it; others are not known.
     step 70 env TORCH_BLAS_PREFER_CUBLASLT=1 \
-        "$PYTHON" -m benchmarks.gpu.gpu_decode $DEVICE $TINY --out "$OUT/cublaslt"
+        "$PYTHON" -m benchmarks.gpu.decode $DEVICE $TINY --out "$OUT/cublaslt"
     gpu 40 cold_load ""
     ;;
 2)
     gpu 130 prefill ""
-    operators 260 gpu_lora_ops "$PEERS"
+    operators 260 lora_ops "$PEERS"
     gpu 100 profile_step "--cases decode.64,.base|verify"
     ;;
 3)
@@ -134,7 +134,7 @@ parity)
     PART_S=7200
     tests parity 3600 tests/worker/parity $BY_BASE -m "not long" $DEVICE
     gpu 600 row_bits ""
-    has grpc_health && has starlette && gpu 200 gpu_stack ""
+    has grpc_health && has starlette && gpu 200 stack ""
     step 3600 "$PYTHON" -m tests.worker.parity.write_table $DEVICE --out "$OUT/parity.md" \
         $([ "$TINY" ] && echo llama)
     ;;

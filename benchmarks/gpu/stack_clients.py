@@ -1,4 +1,4 @@
-"""Clients of `gpu_stack`: a process of its own that reads streams, without torch.
+"""Clients of `stack.py`: a process of its own that reads streams, without torch.
 
 Each line of stdin is a job in JSON: `kind` ("grpc" or "http"), `address`, `tokens`, and `requests`,
 a list of [model, prompt]. All requests are sent at `begin_s`, a time of the machine's monotonic

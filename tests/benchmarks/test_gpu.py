@@ -25,13 +25,13 @@ ROOT = Path(__file__).parents[2]
 
 
 PARTS = {
-    "1": ["gpu_decode", "gpu_engine", "cold_load"],
-    "2": ["prefill", "gpu_lora_ops", "profile_step"],
+    "1": ["decode", "engine", "cold_load"],
+    "2": ["prefill", "lora_ops", "profile_step"],
     "3": ["sampling_moe", "attention_ops", "row_bits", "quantised"],
 }
 """What `all.sh` runs."""
-MODULES = ["gpu_decode", "cold_load", "prefill", "profile_step", "slora_tables"]
-LONG_MODULES = ["gpu_engine", "gpu_stack", "row_bits"]
+MODULES = ["decode", "cold_load", "prefill", "profile_step", "slora_tables"]
+LONG_MODULES = ["engine", "stack", "row_bits"]
 
 
 def options(out):
@@ -55,7 +55,7 @@ def test_a_dry_run_writes_its_results(module, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     "module",
-    [pytest.param(name, marks=pytest.mark.long) for name in ("gpu_lora_ops", "sampling_moe")],
+    [pytest.param(name, marks=pytest.mark.long) for name in ("lora_ops", "sampling_moe")],
 )
 def test_a_dry_run_of_the_kernels_writes_its_results(module, tmp_path):
     """In a process of its own, with Triton's interpreter."""
@@ -161,8 +161,8 @@ def test_a_part_runs_without_a_gpu_and_without_what_a_bare_machine_lacks(part, t
     )
     assert done.returncode == 0, done.stdout + done.stderr
     written = {path.stem for path in (tmp_path / "results").rglob("*.json")}
-    names = {name.removeprefix("gpu_").removesuffix("_tiny") for name in written}
-    modules = {module.removeprefix("gpu_").removesuffix("_step") for module in PARTS[part]}
+    names = {name.removesuffix("_tiny") for name in written}
+    modules = {module.removesuffix("_step") for module in PARTS[part]}
     assert modules <= names
 
 

@@ -1,6 +1,6 @@
 """The low-rank update of one site on a GPU: microseconds, and adapter bytes over copy bandwidth.
 
-    python -m benchmarks.gpu.gpu_lora_ops [--vllm DIR] [--sglang DIR]
+    python -m benchmarks.gpu.lora_ops [--vllm DIR] [--sglang DIR]
                                           [--device cpu --tiny, with TRITON_INTERPRET=1]
 
 Sites with weights of their own are captured one after the other in a graph until they exceed the
@@ -208,7 +208,7 @@ def main() -> int:
     device = torch.device(args.device)
     bandwidth = common.copy_bytes_per_s(device, is_tiny=args.tiny)
     facts = {"copy_bytes_per_s": bandwidth, "peers": peer_revisions(args)}
-    results = Results("gpu_lora_ops", args, **facts)
+    results = Results("lora_ops", args, **facts)
     for mix, num_rows, ranks in mixes(args.tiny):
         for site in TINY_SITES if args.tiny else SITES:
             with results.setting(f"{site.name}, {mix}, {num_rows} rows"):

@@ -1,6 +1,6 @@
 """Decode steps on a GPU: share of the base (the same engine, LoRA compiled out) and of the floor.
 
-    python -m benchmarks.gpu.gpu_decode [--shape llama-3-8b] [--device cpu --tiny]
+    python -m benchmarks.gpu.decode [--shape llama-3-8b] [--device cpu --tiny]
 
 Random weights, a context of 1k, one token a step, graphs on; adapters are distinct copies in the
 arena. `step_ms` is one engine step with sampling, host included; `gpu_ms` the captured part alone.
@@ -77,7 +77,7 @@ def main() -> int:
     args = parse_args()
     shape = SHAPES[args.shape]
     facts = {"shape": shape.name, "context": args.context, "steps": args.steps}
-    results = Results(f"gpu_decode_{shape.name}", args, **facts)
+    results = Results(f"decode_{shape.name}", args, **facts)
     with tempfile.TemporaryDirectory() as scratch:
         contexts = TINY_UNEVEN if args.tiny else UNEVEN
         longest = 2 * max(max(lens) for lens in contexts.values())

@@ -1,6 +1,6 @@
 """A whole stack on a GPU, over gRPC and HTTP, compared with the same engine in process.
 
-    python -m benchmarks.gpu.gpu_stack [--adapters 64] [--device cpu --tiny] [--out DIR]
+    python -m benchmarks.gpu.stack [--adapters 64] [--device cpu --tiny] [--out DIR]
 
 The stack is `loraplex up`: registry, gateway and worker. Its base has the geometry of Llama-3-8B
 and random weights, and its adapters, of rank 16 on every linear, are published through the
@@ -34,7 +34,7 @@ import torch
 
 from benchmarks.gpu.bench_runner import free_arena_bytes, parse, runner_parser
 from benchmarks.gpu.common import SHAPES
-from benchmarks.gpu.gpu_engine import HOST_CACHE_BYTES, make_bench, make_resident
+from benchmarks.gpu.engine import HOST_CACHE_BYTES, make_bench, make_resident
 from benchmarks.gpu.results import Results
 from benchmarks.llama import Shape, write_adapter, write_base_config
 from benchmarks.serving.many_adapters import Bench
@@ -111,7 +111,7 @@ def main() -> int:
         args.arena_bytes = min(args.arena_bytes, free_arena_bytes(shape) - free_bytes // 2)
     names = "adapters", "rank", "requests", "running", "tokens"
     facts = {name: getattr(args, name) for name in names}
-    results = Results(f"gpu_stack_{shape.name}", args, shape=shape.name, **facts)
+    results = Results(f"stack_{shape.name}", args, shape=shape.name, **facts)
     with ExitStack() as stack:
         root = args.work_dir or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         base = write_base_config(shape, root / "stack-base", 4096)

@@ -1,6 +1,6 @@
 """An engine on a GPU without its API server: overlap, first tokens, and thousands of adapters.
 
-    python -m benchmarks.gpu.gpu_engine [--shape llama-3-8b] [--adapters 2000] [--device cpu --tiny]
+    python -m benchmarks.gpu.engine [--shape llama-3-8b] [--adapters 2000] [--device cpu --tiny]
 
 Random weights, rank 16 on every linear. The adapters are folders of their own whose files are links
 to one adapter's, packed once: an engine cannot tell, and 2,000 files of 84 MB would not fit into
@@ -48,7 +48,7 @@ def main() -> int:
     args = parse_args()
     shape = SHAPES[args.shape]
     facts = {"shape": shape.name, "adapters": args.adapters, "rank": args.rank}
-    results = Results(f"gpu_engine_{shape.name}", args, **facts)
+    results = Results(f"engine_{shape.name}", args, **facts)
     with tempfile.TemporaryDirectory() as scratch:
         bench = make_bench(shape, Path(scratch), args)
         results.note(arena_bytes=bench.runner.arena.data.nbytes)
