@@ -31,8 +31,8 @@ class Tile(NamedTuple):
 class StoredRows:
     """The rows of a matrix that is looked up by row, as an embedding is.
 
-    A tile has at most 16 rows, so a vocabulary has thousands of tiles: rows are found without a
-    loop over them, and without the host waiting for the device.
+    A tile ends with its block of the arena, so the table of a vocabulary may have a thousand of
+    them: rows are found without a loop over tiles, and without the host waiting for the device.
     """
 
     def __init__(self, tiles: Sequence[Tile]) -> None:
