@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from benchmarks.llama import Shape, write_adapter
 from benchmarks.machine import options_of
 from loraplex.adapter_format.quantisation import GGUF_BLOCKS
+from loraplex_services.worker.native.isa import LEVELS, TORCH, choose_isa, half_is_fast, has_amx
 
 RANKS = (8, 16, 32, 64)
 FIRST_ORDINARY_TOKEN = 300
@@ -51,6 +52,18 @@ def engine_options(
     parser.add_argument("--repetitions", type=int, default=repetitions)
     parser.add_argument("--new-tokens", type=int, default=new_tokens)
     return parser
+
+
+def dtype_of(level: str = "auto") -> str:
+    """The dtype in which a worker is faster at a level."""
+    return "bfloat16" if half_is_fast(level) else "float32"
+
+
+def peer_dtype_of(level: str = "auto") -> str:
+    """The dtype in which torch and vLLM are faster at a level."""
+    isa = choose_isa(level)
+    is_half = has_amx() if isa == TORCH else LEVELS[isa].has_dot_products
+    return "bfloat16" if is_half else "float32"
 
 
 def rank_of(adapter: int) -> int:

@@ -28,14 +28,16 @@ from benchmarks.cpu.sides import OurEngine, PeftMixed, Run, median
 from benchmarks.cpu_model import (
     SHAPES,
     Shape,
+    dtype_of,
     engine_options,
     make_adapter,
     make_base,
     make_prompts,
+    peer_dtype_of,
     rank_of,
 )
 from benchmarks.machine import read_results, write_results
-from loraplex_services.worker.native.isa import choose_isa, half_is_fast
+from loraplex_services.worker.native.isa import choose_isa
 from loraplex_services.worker.scheduling.limits import MAX_STEP_S
 
 NUM_THREADS = torch.get_num_threads()
@@ -80,10 +82,10 @@ def parse_args() -> Namespace:
     parser.add_argument("--cases", default=CASES, help="requests x adapters, with each base case")
     parser.add_argument("--max-step-s", type=float, default=MAX_STEP_S, help="0 = no limit")
     parser.add_argument("--adapters", type=int, default=32)
-    parser.add_argument("--dtype", default="bfloat16" if half_is_fast("auto") else "float32")
+    parser.add_argument("--dtype", default=dtype_of())
     parser.add_argument("--cpu-isa", default="auto")
     parser.add_argument("--no-peer", dest="peer", action="store_false")
-    parser.add_argument("--peer-dtype", default="bfloat16" if half_is_fast("auto") else "float32")
+    parser.add_argument("--peer-dtype", default=peer_dtype_of())
     parser.add_argument("--arena-bytes", type=int, help="by default, all adapters fit")
     parser.add_argument("--name", default="cpu_decode", help="of the results file")
     parser.add_argument("--join", action="store_true", help="add to the runs of the results file")

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks.cpu.sides import OurEngine, PeftMixed, alternated, median_ratio_of
+from benchmarks.cpu_model import dtype_of, peer_dtype_of
 from benchmarks.machine import (
     RESULTS,
     cpu_facts,
@@ -133,7 +134,8 @@ def parse_args() -> Namespace:
     parser.add_argument("--prompt-tokens", type=int, default=64)
     parser.add_argument("--new-tokens", type=int, default=32)
     parser.add_argument("--repetitions", type=int, default=3)
-    parser.add_argument("--dtype", default="bfloat16", help="of both sides")
+    parser.add_argument("--dtype", default=dtype_of(), help="of the engine")
+    parser.add_argument("--peer-dtype", default=peer_dtype_of(), help="of transformers")
     args = parser.parse_args()
     unknown = set(filter(None, args.only.split(","))) - set(FAMILIES)
     if unknown:
@@ -156,7 +158,7 @@ def measured(family: Family, args: Namespace) -> dict[str, Any]:
         base, adapters = make_files(family, Path(scratch), args.requests)
         sides: dict[str, Any] = {
             "loraplex": OurEngine(base, args.dtype, "auto", 1 << 30, model_impl=family.model_impl),
-            "transformers": PeftMixed(base, args.dtype, torch.get_num_threads()),
+            "transformers": PeftMixed(base, args.peer_dtype, torch.get_num_threads()),
         }
         amounts = args.new_tokens, args.repetitions
         prompts_of = partial(random_prompts, args.requests, args.prompt_tokens)

@@ -13,6 +13,7 @@ from collections.abc import Callable
 import torch
 
 from benchmarks.machine import write_results
+from loraplex_services.worker.layers.native_operators import NativeOperators
 from loraplex_services.worker.native.bindings import load_native
 from loraplex_services.worker.native.isa import half_is_fast
 
@@ -47,9 +48,8 @@ def measure_limits(isa: str = "auto") -> dict[str, float]:
         half, narrow = x.bfloat16(), weight.bfloat16()
         flops_per_s.append(num_flops / best_s(lambda: torch.nn.functional.linear(half, narrow)))
         if native is not None:
-            tiles = native.pack_tiles(narrow)
-            rate_s = best_s(lambda: native.linear_tiles(half, tiles, outputs))
-            flops_per_s.append(num_flops / rate_s)
+            linear = NativeOperators(native, torch.bfloat16).linear(narrow)
+            flops_per_s.append(num_flops / best_s(lambda: linear.apply(half)))
     return {"read_bytes_per_s": READ_BYTES / read_s, "flops_per_s": max(flops_per_s)}
 
 

@@ -13,11 +13,10 @@ import torch
 from torch import Tensor
 
 from benchmarks.cpu.limits import best_s, measure_limits
-from benchmarks.cpu_model import rank_of
+from benchmarks.cpu_model import dtype_of, rank_of
 from benchmarks.machine import write_results
 from loraplex_services.worker.layers.operators import AddLora
 from loraplex_services.worker.native.bindings import load_native
-from loraplex_services.worker.native.isa import half_is_fast
 from loraplex_services.worker.ops.lora import torch as portable
 from loraplex_services.worker.ops.lora.cpu import NativeLora
 from loraplex_services.worker.ops.lora.cpu_records import Records
@@ -68,7 +67,7 @@ def main() -> None:
     """Measure, print, write."""
     limits = measure_limits()
     native = load_native("auto")
-    dtype = torch.bfloat16 if half_is_fast("auto") else torch.float32
+    dtype = getattr(torch, dtype_of())
     rows = []
     for num_inputs, num_outputs in WIDTHS:
         for num_adapters in (1, 8, 32):

@@ -2,11 +2,11 @@
 
     benchmarks/cpu/install_peers.sh PEERS                   # vLLM's CPU build, llama.cpp
     python -m benchmarks run cpu.peers --work-dir DIR --peers PEERS [--only llama.cpp] [--cases 8x0]
-        [--file Q4_K_M] [--cpu-isa avx2 --dtype float32]
+        [--file Q4_K_M] [--cpu-isa avx2 --peer-dtype float32]
 
 A case is requests x distinct adapters; 0 means the base alone. Only correct answers have a speed: a
-peer's first tokens must equal ours in three of four requests (near ties differ in bfloat16). Only
-vLLM computes in dtypes other than bfloat16. Where `cpu.table` forces a level below the machine's
+peer's first tokens must equal ours in three of four requests (near ties differ in bfloat16).
+llama.cpp computes in bfloat16 only. Where `cpu.table` forces a level below the machine's
 best one, vLLM keeps to it, too; llama.cpp is built for the machine. Rows go to
 `results/<machine>/cpu_peers.json` (`--name`) and replace earlier ones of the same peer, case and
 number of new tokens. With `--file`, both sides serve the same GGUF file, which llama.cpp's program
@@ -26,7 +26,15 @@ from typing import Any
 
 from benchmarks.cpu.peer_wire import Batch
 from benchmarks.cpu.sides import OurEngine
-from benchmarks.cpu_model import SHAPES, engine_options, make_adapter, make_base, make_prompts
+from benchmarks.cpu_model import (
+    SHAPES,
+    dtype_of,
+    engine_options,
+    make_adapter,
+    make_base,
+    make_prompts,
+    peer_dtype_of,
+)
 from benchmarks.machine import read_results, write_results
 from loraplex_services.worker.model.formats.gguf_folder import write_folder
 
@@ -92,7 +100,7 @@ def main() -> None:
     for name in names:
         for count, num_adapters in cases:
             adapters = folders[:num_adapters]
-            peer = Peer(name, args.peers, base, count, adapters, args.dtype)
+            peer = Peer(name, args.peers, base, count, adapters, args.peer_dtype)
             row = compare(ours, peer, count, num_adapters, args)
             peer.close()
             label = f"{name} {args.file}" if args.file else name
@@ -186,7 +194,8 @@ def parse_args() -> Namespace:
     parser.add_argument("--file", help="a type of GGUF files, such as Q8_0 or Q4_K_M")
     parser.add_argument("--cases", default="8x0,32x0,8x8,32x32", help="requests x adapters")
     parser.add_argument("--cpu-isa", default="auto")
-    parser.add_argument("--dtype", default="bfloat16", help="of both sides, with --only vllm")
+    parser.add_argument("--dtype", default=dtype_of(), help="of the engine")
+    parser.add_argument("--peer-dtype", default=peer_dtype_of(), help="of vLLM")
     parser.add_argument("--name", default="cpu_peers", help="of the results file")
     return parser.parse_args()
 

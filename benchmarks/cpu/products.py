@@ -1,4 +1,4 @@
-"""Base products alone: what a worker uses here, dot products, the best float32 level, and torch's.
+"""Base products alone: what a worker uses here, dot products, float32 vectors, and torch's.
 
     python -m benchmarks run cpu.products
 
@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.machine import write_results
+from loraplex_services.worker.layers.native_operators import NativeOperators
 from loraplex_services.worker.native.bindings import load_native
 from loraplex_services.worker.native.isa import LEVELS, choose_isa, host_isas
 
@@ -35,18 +36,21 @@ def sides_of(weights: list[torch.Tensor]) -> dict[str, Product]:
     """The products to compare, by name."""
     num_outputs = len(weights[0])
     sides: dict[str, Product] = {"onednn": lambda x, i: F.linear(x, weights[i])}
-    float32 = next(isa for isa in host_isas() if not LEVELS[isa].half_wins)
+    float32 = next(isa for isa in host_isas() if not LEVELS[isa].has_dot_products)
     if (vectors := load_native(float32)) is not None:
         vectors.set_threads(1)
         packed = [vectors.pack(weight) for weight in weights]
-        sides[float32] = lambda x, i: vectors.linear(x.float(), packed[i], num_outputs)
-    if (native := load_native("auto")) is not None and native.has_tiles:
+        sides["float32"] = lambda x, i: vectors.linear(x.float(), packed[i], num_outputs)
+    if (native := load_native("auto")) is not None:
         native.set_threads(1)
-        tiles = [native.pack_tiles(weight) for weight in weights]
-        panels = [native.pack(weight) for weight in weights]
-        sides["tiles"] = lambda x, i: native.linear_tiles(x, tiles[i], num_outputs)
-        sides["widened"] = lambda x, i: native.linear(x, panels[i], num_outputs)
-        sides[native.isa] = sides["tiles" if native.prefers_tiles else "widened"]
+        operators = NativeOperators(native, torch.bfloat16)
+        linears = [operators.linear(weight) for weight in weights]
+        sides["ours"] = lambda x, i: linears[i].apply(x)
+        if native.has_tiles:
+            tiles = [native.pack_tiles(weight) for weight in weights]
+            panels = [native.pack(weight) for weight in weights]
+            sides["tiles"] = lambda x, i: native.linear_tiles(x, tiles[i], num_outputs)
+            sides["widened"] = lambda x, i: native.linear(x, panels[i], num_outputs)
     return sides
 
 
@@ -68,7 +72,7 @@ def measure(num_outputs: int, num_inputs: int) -> list[dict[str, float]]:
         row: dict[str, float] = {"out": num_outputs, "in": num_inputs, "rows": num_rows}
         medians = {name: statistics.median(values) for name, values in seconds.items()}
         row |= {f"{name}_us": round(value * 1e6) for name, value in medians.items()}
-        ours = medians[choose_isa("auto")]
+        ours = medians["ours"]
         row |= {f"{name}_over_ours": round(v / ours, 2) for name, v in medians.items()}
         table.append(row)
         print(row, flush=True)

@@ -17,12 +17,11 @@ import torch
 from torch import Tensor
 
 from benchmarks.cpu.sides import OurEngine
-from benchmarks.cpu_model import SHAPES, Shape, engine_options, make_base, make_prompts
+from benchmarks.cpu_model import SHAPES, Shape, dtype_of, engine_options, make_base, make_prompts
 from benchmarks.machine import write_results
 from benchmarks.measuring import median_ratio, timed
 from loraplex.api.sampling import SamplingParams
 from loraplex_services.worker.native.bindings import load_native
-from loraplex_services.worker.native.isa import half_is_fast
 from loraplex_services.worker.sampling.drawing import TORCH_DRAWS, DrawOperators, first_argmax
 from loraplex_services.worker.sampling.masks import limits_of
 
@@ -56,9 +55,7 @@ def parse_args() -> Namespace:
 def steps(shape: Shape, rows: list[int], args: Namespace) -> dict[str, Any]:
     """Seconds of a decode step by rows and kind, and each kind relative to greedy."""
     base = make_base(shape, args.work_dir)
-    engine = OurEngine(
-        base, "bfloat16" if half_is_fast("auto") else "float32", "auto", 1_000_000_000
-    )
+    engine = OurEngine(base, dtype_of(), "auto", 1_000_000_000)
     measured: dict[str, Any] = {}
     for count in rows:
         step_s: dict[str, list[float]] = {kind: [] for kind in KINDS}

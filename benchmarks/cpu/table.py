@@ -20,9 +20,9 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.cpu_model import engine_options
+from benchmarks.cpu_model import dtype_of, engine_options, peer_dtype_of
 from benchmarks.machine import cpu_facts, machine_kind, write_results
-from loraplex_services.worker.native.isa import half_is_fast, host_isas
+from loraplex_services.worker.native.isa import host_isas
 from loraplex_services.worker.scheduling.limits import MAX_STEP_S
 
 PEER_LIMITS = {
@@ -112,8 +112,8 @@ def main() -> None:
 
 
 def run_decode(args: Namespace, level: str, results: Path) -> Rows:
-    """The rows of `cpu.decode` at one level, both sides in the dtype that suits it."""
-    options = [*at_level(level), "--peer-dtype", dtype_of(level), *counts(args)]
+    """The rows of `cpu.decode` at one level."""
+    options = [*at_level(level), "--peer-dtype", peer_dtype_of(level), *counts(args)]
     options += ["--max-step-s", str(args.max_step_s)]
     found = run("decode", args, options, limits_of(level), results)
     return [*found["table"], {"case": LOADS, **found["load_ms"]}]
@@ -121,7 +121,8 @@ def run_decode(args: Namespace, level: str, results: Path) -> Rows:
 
 def run_peers(args: Namespace, level: str, results: Path) -> Rows:
     """The rows of `cpu.peers` for the base, which vLLM serves at a speed that can be compared."""
-    options = ["--peers", str(args.peers), "--only", "vllm", "--cases", "8x0,32x0", *counts(args)]
+    options = ["--peers", str(args.peers), "--peer-dtype", peer_dtype_of(level), "--only", "vllm"]
+    options += ["--cases", "8x0,32x0", *counts(args)]
     found = run("peers", args, [*at_level(level), *options], limits_of(level), results)
     rows: Rows = found["table"]
     return rows
@@ -135,11 +136,6 @@ def run_start(args: Namespace, results: Path) -> Rows:
 def at_level(level: str) -> list[str]:
     """Options that make a benchmark run at a level."""
     return ["--cpu-isa", level, "--dtype", dtype_of(level)]
-
-
-def dtype_of(level: str) -> str:
-    """The dtype in which both sides compute at a level."""
-    return "bfloat16" if half_is_fast(level) else "float32"
 
 
 def limits_of(level: str) -> dict[str, str]:

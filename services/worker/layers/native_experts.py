@@ -14,7 +14,12 @@ from loraplex_services.worker.layers.moe import Expert
 from loraplex_services.worker.native.bindings import Native, row_stride
 from loraplex_services.worker.native.elementwise import Operation
 from loraplex_services.worker.ops.activation.torch import GELU_TANH, Activation
-from loraplex_services.worker.ops.linear.cpu import CodedLinear, PackedLinear, TiledLinear
+from loraplex_services.worker.ops.linear.cpu import (
+    CodedLinear,
+    FixedLinear,
+    PackedLinear,
+    TiledLinear,
+)
 from loraplex_services.worker.ops.linear.torch import BaseLinear
 from loraplex_services.worker.ops.lora.worklist import LoraBatch
 from loraplex_services.worker.types.model_config import ClampedSwiglu
@@ -104,4 +109,5 @@ def _words(linear: LoraLinear) -> tuple[int, int, int, int]:
 
 def _words_of(base: BaseLinear) -> tuple[int, int] | None:
     """See `PackedLinear.words`; None = the kernel cannot read the weight."""
-    return base.words if isinstance(base, PackedLinear | TiledLinear | CodedLinear) else None
+    readable = PackedLinear | TiledLinear | FixedLinear | CodedLinear
+    return base.words if isinstance(base, readable) else None

@@ -26,6 +26,7 @@ from loraplex_services.worker.ops.linear.coded import CodedWeight
 from loraplex_services.worker.ops.linear.cpu import (
     CodedGate,
     CodedLinear,
+    FixedLinear,
     GateLinear,
     PackedLinear,
     PlainLinear,
@@ -52,9 +53,10 @@ class NativeOperators(Operators):
         super().__init__()
         self._in_tiles = dtype is torch.bfloat16 and native.prefers_tiles
         self._on_amx = self._in_tiles and native.isa == AMX
+        self._in_fixed = dtype is torch.bfloat16 and native.has_fixed
         has_choice = dtype is torch.bfloat16 and native.has_tiles and native.isa != AMX
         widens = has_choice and not native.uses_pairs
-        self.name = f"native-{native.isa}" + "-widened" * widens
+        self.name = f"native-{native.isa}" + "-widened" * widens + "-fixed" * self._in_fixed
         self.native = native
         self.keeps_half = dtype is torch.float32
         self.loops_experts = False
@@ -79,6 +81,8 @@ class NativeOperators(Operators):
             return GateLinear(self.native, weight, operation)
         if self._in_tiles:
             return TiledLinear(self.native, weight)
+        if self._in_fixed:
+            return FixedLinear(self.native, weight)
         return PackedLinear(self.native, as_published(weight))
 
     def head(self, weight: Tensor) -> BaseLinear:

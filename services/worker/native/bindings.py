@@ -34,6 +34,9 @@ logger = logging.getLogger(__name__)
 
 TILE_ROWS, TILE_INPUTS = 16, 32
 """Outputs and inputs of one tile of a packed weight (`native/src/tiles.h`)."""
+FIXED_INPUTS, FIXED_STEP = 256, 8
+"""The most inputs of a block of a weight in fixed point, and what divides their number
+(`native/src/gemm_fixed.cpp`)."""
 LINE_BYTES, ROUND_BYTES = 64, 1024
 """Bytes of a cache line, and those of rows that `new_rows` keeps apart."""
 Argument = Tensor | torch.dtype | float | None
@@ -56,6 +59,8 @@ class Native:
         """Queries of one attention task."""
         self.has_tiles: bool = self._library.lpx_tile_items(1, 1) > 0
         """Whether bfloat16 dot products, and so products of tiles, are compiled in."""
+        self.has_fixed: bool = self._library.lpx_fixed_items(1, 1) > 0
+        """Whether products in fixed point are compiled in, for levels where these are faster."""
         self.uses_pairs = self.choose_pairs(None)
         """Whether low-rank updates and products of codes in bfloat16 use dot products, at levels
         without AMX."""
@@ -123,6 +128,38 @@ class Native:
         y = torch.empty(len(x), num_outputs, dtype=dtype)
         sizes = *x.shape, num_outputs
         self.call("linear_tiles", x, row_stride(x), packed, y, num_outputs, dtype, *sizes)
+        return y
+
+    def pack_fixed(self, weight: Tensor) -> Tensor:
+        """`[out, in]` in fixed point, in the order that `linear_fixed` reads; int16 vector."""
+        assert self.has_fixed, self.isa
+        weight = weight.contiguous()
+        packed = self.weights.take(self._library.lpx_fixed_items(*weight.shape), torch.int16)
+        self.call("pack_fixed", weight, weight.dtype, *weight.shape, packed)
+        return packed
+
+    def unpack_fixed_rows(self, packed: Tensor, num_inputs: int, begin: int, end: int) -> Tensor:
+        """Rows [begin, end) of a weight in fixed point, float32 `[end - begin, in]`."""
+        first = begin // self.panel
+        panels = packed.view(-1, self._library.lpx_fixed_items(1, num_inputs))
+        panels = panels[first : -(-end // self.panel)]
+        mean = -(-num_inputs // -(-num_inputs // FIXED_INPUTS))
+        num_scales = 2 * self.panel  # in items of 16 bits
+        block_items = num_scales + -(-mean // FIXED_STEP) * FIXED_STEP * self.panel
+        blocks = []
+        for block in panels.split(block_items, dim=1):
+            scales = block[:, :num_scales].contiguous().view(torch.float32)
+            pairs = block[:, num_scales:].unflatten(1, (-1, self.panel, 2))
+            values = pairs.transpose(1, 2).flatten(2)
+            blocks.append((values * scales[:, :, None]).flatten(0, 1))
+        rows = torch.cat(blocks, dim=1)
+        return rows[begin - first * self.panel : end - first * self.panel, :num_inputs]
+
+    def linear_fixed(self, x: Tensor, packed: Tensor, num_outputs: int) -> Tensor:
+        """`[T, in]` times a weight in fixed point: fresh `[T, out]`."""
+        y = torch.empty(len(x), num_outputs, dtype=x.dtype)
+        sizes = *x.shape, num_outputs
+        self.call("linear_fixed", x, row_stride(x), packed, y, num_outputs, x.dtype, *sizes)
         return y
 
     def pack_codes(self, codes: Tensor, kind: CodeKind) -> Tensor:

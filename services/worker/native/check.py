@@ -45,6 +45,12 @@ def computes_right(native: Native) -> bool:
         tiled = native.linear_tiles(half, native.pack_tiles(weight.bfloat16()), len(weight))
         expected = _product(half.float(), weight.bfloat16().float())
         pairs.append((tiled.float(), expected.bfloat16().float()))
+    if native.has_fixed:
+        exact_x, exact = (values.mul(16).round().div(16) for values in (x, weight))
+        packed, expected = native.pack_fixed(exact), _product(exact_x, exact)
+        for repeats in (1, REPEATS):
+            product = native.linear_fixed(exact_x.repeat(repeats, 1), packed, len(weight))
+            pairs.append((product, expected.repeat(repeats, 1)))
     pairs += _products_of_codes(native, x, generator)
     scale = x.pow(2).mean(-1, keepdim=True).add(1e-5).rsqrt()
     pairs.append((native.norm(x, None, weight[0], 1e-5, True), x * scale * weight[0]))

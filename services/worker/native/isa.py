@@ -32,6 +32,11 @@ class Level(NamedTuple):
     attention: str = "float32 vectors"
     """How attention over bfloat16 is computed."""
 
+    @property
+    def has_dot_products(self) -> bool:
+        """Whether there are dot products of bfloat16, or products of its tiles."""
+        return any("bf16" in flag for flag in self.flags)
+
 
 _FASTER = "dot products or float32 vectors, whichever are faster"
 LEVELS = {
@@ -52,7 +57,12 @@ LEVELS = {
         attention="dot products",
     ),
     "avx512": Level(_AVX512, "Intel Skylake-SP to Ice Lake"),
-    "avx2": Level(("-mavx2", "-mfma", "-mf16c"), "other x86-64 since 2013"),
+    "avx2": Level(
+        ("-mavx2", "-mfma", "-mf16c"),
+        "other x86-64 since 2013",
+        half_wins=True,
+        products="16-bit integers",
+    ),
     "neon_bf16": Level(
         (ARM_BF16,),
         "Linux on aarch64 with BF16 (Armv8.6): AWS Graviton 3, AmpereOne, NVIDIA Grace",

@@ -81,9 +81,9 @@ def choose_threads(weight_bytes: int, num_cores: int) -> int:
 def half_wins(weight_bytes: int, is_half: bool, cpu_isa: str) -> bool:
     """Whether whole steps on this CPU are faster in bfloat16, for this base, than in float32.
 
-    They are where the kernels have bfloat16 dot products (`native/isa.py`). Elsewhere float32
-    arithmetic on half-precision weights reads the same bytes. Below one thread's worth of weights a
-    step is mostly overhead and float32 costs nothing.
+    They are where the kernels have bfloat16 dot products, or products in fixed point
+    (`native/isa.py`). Elsewhere float32 arithmetic on half-precision weights reads the same bytes.
+    Below one thread's worth of weights a step is mostly overhead and float32 costs nothing.
 
     Args:
         weight_bytes: of the base's files.

@@ -18,7 +18,7 @@ ISAS = [pytest.param(isa, marks=marks) for isa, marks in _MARKS.items()]
 PAIRED = [
     pytest.param((isa, True), marks=marks, id=f"{isa}-pairs")
     for isa, marks in _MARKS.items()
-    if LEVELS[isa].half_wins
+    if LEVELS[isa].has_dot_products
 ]
 """The levels with dot products of bfloat16 pairs, for `native_choosing`."""
 

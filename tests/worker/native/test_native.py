@@ -44,8 +44,10 @@ def compiled(request):
     return native(request.param)
 
 
-def test_a_level_has_dot_products_of_bfloat16_exactly_where_its_table_says_so(compiled):
-    assert compiled.has_tiles == (LEVELS[compiled.isa].products != "float32 vectors")
+def test_a_level_has_the_products_that_its_table_says(compiled):
+    level = LEVELS[compiled.isa]
+    assert compiled.has_tiles == level.has_dot_products
+    assert compiled.has_fixed == (level.products == "16-bit integers")
 
 
 def close(actual, expected, num_rows=None):

@@ -49,9 +49,11 @@ def hosts(monkeypatch):
         ("torch", ("amx", "avx512_bf16", "avx512", "avx2")),
         ("auto", ("avx512_bf16", "avx512", "avx2")),
         ("avx512_bf16", ("amx", "avx512_bf16", "avx512", "avx2")),
+        ("avx2", ("amx", "avx512_bf16", "avx512", "avx2")),
+        ("auto", ("avx2",)),
     ],
 )
-def test_half_precision_wins_with_dot_products_for_larger_bases_published_in_it(
+def test_half_precision_wins_where_it_has_faster_products_for_larger_bases_published_in_it(
     hosts, cpu_isa, levels
 ):
     hosts(*levels)
@@ -70,7 +72,7 @@ def test_half_precision_wins_with_dot_products_for_larger_bases_published_in_it(
         ("auto", ()),
     ],
 )
-def test_float32_wins_without_dot_products_or_where_they_are_not_used(hosts, cpu_isa, levels):
+def test_float32_wins_without_such_products_or_where_they_are_not_used(hosts, cpu_isa, levels):
     hosts(*levels)
     assert not half_wins(64 * MiB, True, cpu_isa)
 

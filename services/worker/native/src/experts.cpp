@@ -17,12 +17,13 @@ namespace lpx {
 namespace {
 
 constexpr int64_t kTaskRows = 16;
-constexpr int64_t kInTiles = -1, kInCodes = -2;
+constexpr int64_t kInTiles = -1, kInCodes = -2, kInFixed = -3;
 constexpr int64_t kClamped = -1;
 
 // As `native_experts.py` writes them, in int64 words.
 struct Linear {
-    int64_t packed, dtype, site, bias;  // dtype kInTiles = as `lpx_pack_tiles` packs it, kInCodes = Codes
+    // dtype kInTiles = as `lpx_pack_tiles` packs it, kInFixed = as `lpx_pack_fixed` does, kInCodes = Codes
+    int64_t packed, dtype, site, bias;
 };
 // Arguments of `lpx_linear_codes`.
 struct Codes {
@@ -95,6 +96,9 @@ void apply(const Work& work, const Linear& linear, const void* x, int64_t num_in
                          own.block_size, y, dtype, num_rows, num_inputs, num_outputs);
     } else if (linear.dtype == kInTiles) {
         lpx_linear_tiles(x, num_inputs, packed, y, num_outputs, dtype, num_rows, num_inputs,
+                         num_outputs);
+    } else if (linear.dtype == kInFixed) {
+        lpx_linear_fixed(x, num_inputs, packed, y, num_outputs, dtype, num_rows, num_inputs,
                          num_outputs);
     } else {
         lpx_linear(x, num_inputs, packed, linear.dtype, y, num_outputs, dtype, num_rows, num_inputs,

@@ -145,15 +145,6 @@ void multiply_block(const float* x, int64_t ldx, const W* weights, int64_t strid
     }
 }
 
-// Calls f(integral_constant<n>) for 1 <= n <= R.
-template <int R, class F>
-void with_rows(int64_t n, const F& f) {
-    if constexpr (R > 1) {
-        if (n < R) return with_rows<R - 1>(n, f);
-    }
-    f(std::integral_constant<int, R>());
-}
-
 // The R rows from `row` on times panels [begin, end).
 template <int R, class W>
 void multiply_rows(const Product& g, const W* packed, int64_t row, int64_t begin, int64_t end) {
@@ -257,7 +248,7 @@ void multiply_panels(const Product& g, const W* packed, int64_t row, int64_t las
                 to = static_cast<float*>(g.y) + begin * g.ldy + panel * kPanel;
                 ld = g.ldy;
             }
-            with_rows<kBlockRows>(size, [&](auto rows) {
+            with_count<kBlockRows>(size, [&](auto rows) {
                 constexpr int R = rows.value;
                 if (block > 0) {
                     multiply_wide<R, P>(x, g.ldx, wide, n * kPanel, n, before, to, ld, piece);
@@ -304,7 +295,7 @@ void multiply(const Product& g, const W* packed) {
             return;
         }
         for (; row < last; row += kMaxRows) {
-            with_rows<kMaxRows>(last - row, [&](auto rows) {
+            with_count<kMaxRows>(last - row, [&](auto rows) {
                 multiply_rows<rows.value>(g, packed, row, begin, end);
             });
         }

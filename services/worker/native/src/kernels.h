@@ -34,6 +34,9 @@ LPX_EXPORT void lpx_linear_tiles(const void* x, int64_t ldx, const void* packed,
 LPX_EXPORT void lpx_linear_gates(int64_t operation, const void* x, int64_t ldx, const void* packed,
                                  void* y, int64_t ldy, int64_t num_rows, int64_t num_inputs,
                                  int64_t width);
+// gemm_fixed.cpp
+LPX_EXPORT void lpx_linear_fixed(const void* x, int64_t ldx, const void* packed, void* y, int64_t ldy,
+                                 int64_t dtype, int64_t num_rows, int64_t num_inputs, int64_t num_outputs);
 // lora.cpp
 LPX_EXPORT void lpx_add_lora(const void* x, int64_t ldx, int64_t num_inputs, void* y, int64_t ldy,
                              int64_t num_outputs, int64_t activation_dtype, int64_t site,

@@ -135,15 +135,6 @@ inline void touch(Vec& a) { asm volatile("" : "+w"(a.low), "+w"(a.high)); }
 #if defined(LPX_HAS_PAIRS)
 namespace lpx {
 
-// Calls f(integral_constant<n>) for 1 <= n <= N, and for N where n is larger.
-template <int N, class F>
-inline void with_count(int64_t n, const F& f) {
-    if constexpr (N > 1) {
-        if (n < N) return with_count<N - 1>(n, f);
-    }
-    f(std::integral_constant<int, N>());
-}
-
 // Nanoseconds of processor time that `step`, on twelve independent sums, takes a thousand times; the
 // least of eight tries.
 template <class F>

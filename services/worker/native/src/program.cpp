@@ -47,6 +47,7 @@ constexpr Kernel describe(const char* name) {
 
 constexpr Kernel kKernels[] = {
     describe<lpx_linear>("lpx_linear"),
+    describe<lpx_linear_fixed>("lpx_linear_fixed"),
     describe<lpx_linear_codes>("lpx_linear_codes"),
     describe<lpx_gate_codes>("lpx_gate_codes"),
     describe<lpx_linear_tiles>("lpx_linear_tiles"),

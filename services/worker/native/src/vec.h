@@ -14,6 +14,7 @@
 #include <cmath>
 #include <cstring>
 #include <initializer_list>
+#include <type_traits>
 
 #include "abi.h"
 
@@ -262,6 +263,15 @@ inline Vec exp(Vec x) {
     }
     p = add(fma(p, mul(r, r), r), set1(1.0f));
     return scale2(p, n);
+}
+
+// Calls f(integral_constant<n>) for 1 <= n <= N, and for N where n is larger.
+template <int N, class F>
+inline void with_count(int64_t n, const F& f) {
+    if constexpr (N > 1) {
+        if (n < N) return with_count<N - 1>(n, f);
+    }
+    f(std::integral_constant<int, N>());
 }
 
 // Rows of activations as floats: x itself when it is float32, else a copy in `buffer`.

@@ -23,8 +23,9 @@ from loraplex_services.worker.ops.linear.coded import FLOAT8, CodedWeight, scale
 from loraplex_services.worker.ops.linear.torch import BaseLinear
 
 HALF_DTYPES = (torch.bfloat16, torch.float16)
-IN_TILES, IN_CODES = -1, -2
-"""Stand for the type of a weight in tiles or codes (`native/src/experts.cpp`)."""
+IN_TILES, IN_CODES, IN_FIXED = -1, -2, -3
+"""Stand for the type of a weight in tiles, in codes or in fixed point
+(`native/src/experts.cpp`)."""
 KINDS = {"int4": CodeKind.INT4, "int8": CodeKind.INT8, "fp8": CodeKind.FLOAT8}
 PANEL, QUAD = 32, 4
 MAX_PLAIN_OUTPUTS = 1 << 24
@@ -90,6 +91,28 @@ class TiledLinear(BaseLinear):
     def weight_rows(self, begin: int, end: int) -> Tensor:
         """Rows [begin, end), float32."""
         return self._native.unpack_tile_rows(self._packed, self.in_features, begin, end).float()
+
+
+class FixedLinear(BaseLinear):
+    """A base weight in fixed point, with a power of two for each 128 inputs of an output."""
+
+    def __init__(self, native: Native, weight: Tensor) -> None:
+        self.out_features, self.in_features = weight.shape
+        self._native = native
+        self._packed = native.pack_fixed(weight)
+
+    @property
+    def words(self) -> tuple[int, int]:
+        """See PackedLinear."""
+        return self._packed.data_ptr(), IN_FIXED
+
+    def apply(self, x: Tensor) -> Tensor:
+        """`[T, in]` -> `[T, out]`."""
+        return self._native.linear_fixed(x, self._packed, self.out_features)
+
+    def weight_rows(self, begin: int, end: int) -> Tensor:
+        """Rows [begin, end), float32."""
+        return self._native.unpack_fixed_rows(self._packed, self.in_features, begin, end)
 
 
 GATES = frozenset({Operation.SILU, Operation.GELU_TANH})
