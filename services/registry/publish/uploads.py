@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import re
 import secrets
 import zlib
 from collections.abc import AsyncIterator, Sequence
@@ -29,6 +30,7 @@ from loraplex_services.registry.records import AdapterRecord, SignatureRecord, V
 MAX_CHUNK_BYTES = 1 << 20
 SESSION_MAX_AGE_S = 24 * 3600.0
 _REUSE_MAX_AGE_S = SESSION_MAX_AGE_S / 2
+_UPLOAD_ID = re.compile(r"[0-9a-f]{32}-[0-9a-f]{16}", re.ASCII)
 _PARTS_PER_DOCUMENT = 10
 """Parts that cost as much as a document: they are listed and not read."""
 
@@ -172,7 +174,7 @@ class Uploads:
     async def get(self, upload_id: str) -> UploadSession:
         """The session of an id. Raises NotFound."""
         session = None
-        if _is_upload_id(upload_id):
+        if _UPLOAD_ID.fullmatch(upload_id):
             session = await documents.read(
                 self._store, layout.upload_session(upload_id), UploadSession
             )
@@ -361,8 +363,3 @@ def fingerprint(options: Options, files: Sequence[File], creator: str) -> str:
     signers = sorted(signature.key_sha256 for signature in options.signatures)
     text = repr((ordered, sorted(files, key=lambda file: file.path), creator, signers))
     return hashlib.sha256(text.encode()).hexdigest()[:32]
-
-
-def _is_upload_id(text: str) -> bool:
-    head, dash, tail = text.partition("-")
-    return bool(dash) and all(c in "0123456789abcdef" for c in head + tail) and len(text) == 49

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from loraplex.errors import InvalidRequest
+from loraplex.errors import InvalidRequest, NotFound
 from loraplex_services.common.callers import note_read
 from loraplex_services.registry import layout
 from loraplex_services.registry.assembly import Registry
@@ -43,6 +43,14 @@ async def test_parts_come_in_any_order_and_no_byte_is_stored_twice(registry: Reg
     sizes = [int(name.split("-")[1]) for name in names]
     assert sum(sizes) == sum(map(len, files.values()))
     assert (await registry.publisher.finish(session)).version.version == 1
+
+
+@pytest.mark.parametrize("upload_id", ["", "..", "-" + "0" * 48, "0" * 48 + "-", "0" * 49])
+async def test_an_upload_of_another_form_of_id_is_not_found(
+    registry: Registry, upload_id: str
+) -> None:
+    with pytest.raises(NotFound):
+        await registry.uploads.get(upload_id)
 
 
 async def test_more_bytes_than_declared_are_refused(registry: Registry) -> None:
