@@ -212,6 +212,8 @@ class RegistryLink:
                 watch.forget_resume_token(after=error)
             self._is_current = bool(watch.resume_token)
             watch.abandon_snapshot()
+            if self._channel.get_state() is not grpc.ChannelConnectivity.READY:
+                failures = 0  # gRPC has a back-off of its own for attempts to connect
             await asyncio.sleep(_RETRY_S[min(failures, len(_RETRY_S) - 1)])
             failures += 1
 

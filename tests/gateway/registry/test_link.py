@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import math
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,6 +21,7 @@ from loraplex.v1 import registry_pb2 as pb
 from loraplex_services.common.grpc import channels
 from loraplex_services.common.grpc.channels import Channels
 from loraplex_services.common.security.tls import TlsFiles
+from loraplex_services.gateway.registry import link as link_module
 from loraplex_services.gateway.registry.link import RegistryLink
 from loraplex_services.gateway.registry.resolve import Resolver
 from tests.certificates import Authority
@@ -101,6 +104,29 @@ async def test_a_registry_that_refuses_the_gateways_certificate_is_logged(
         following.cancel()
         await asyncio.gather(following, return_exceptions=True)
         await link.close()
+
+
+class Counting(RegistryLink):
+    """Counts the watches that it opens."""
+
+    num_watches = 0
+
+    def _changes(self, resume_token: str) -> AsyncGenerator[Any]:
+        self.num_watches += 1
+        return super()._changes(resume_token)
+
+
+async def test_grpc_alone_waits_longer_and_longer_for_a_registry_that_is_away(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One second more passed before a registry that was back was noticed."""
+    monkeypatch.setattr(link_module, "_RETRY_S", (0.01, math.inf))
+    link = Counting("127.0.0.1:1")
+    following = asyncio.create_task(link.follow(Resolver(link, dict)))
+    await eventually(lambda: link.num_watches > 2)
+    following.cancel()
+    await asyncio.gather(following, return_exceptions=True)
+    await link.close()
 
 
 @pytest.mark.long  # a client may not ping more often than every 10 s
