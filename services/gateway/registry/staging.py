@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 _POLL_S = 0.1
 _RETRY_S = 0.5
 _OPEN_S = 86_400.0
-"""Time for a move whose registry does not say what is left: it drops a late move itself."""
+"""Time for a move that is late, which the registry drops."""
 _TRANSIENT = (Unavailable, DeadlineExceeded, ResourceExhausted)
 """Failures that are worth a retry."""
 

@@ -7,7 +7,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from loraplex.errors import DataLoss, NotFound
@@ -289,13 +289,10 @@ class _Adapter:
         return [version for version in self.versions if not version.deleted]
 
     def items(self) -> list[Item]:
-        """Index entries, with versions before the tags that point at them. Tags of earlier builds
-        lack the name as it was first published."""
-        spelling = self.versions[0].spelling if self.versions else ""
-        tags = [replace(tag, spelling=tag.spelling or spelling) for tag in self.tags]
+        """Index entries, with versions before the tags that point at them."""
         items = [adapter_item(self.record)] if self.record is not None else []
         items += [version_item(version, self.record) for version in self.versions]
-        return items + [tag_item(tag) for tag in tags]
+        return items + [tag_item(tag) for tag in self.tags]
 
 
 def _adapters(documents_: Sequence[tuple[str, bytes]]) -> list[_Adapter]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -27,7 +26,7 @@ from loraplex_services.registry.index.items import IndexChange
 from loraplex_services.registry.index.metadata_server import MetadataServer
 from loraplex_services.registry.index.redis_calls import PREFIX, CatalogDown
 from loraplex_services.registry.publish.tags import TagAddress
-from loraplex_services.registry.records import PUBLIC, TagRecord, TenantRecord
+from loraplex_services.registry.records import PUBLIC, TenantRecord
 from tests.registry.house import publish, tiny_base
 
 ROOT = Access("default", "", frozenset({"root", "admin"}))
@@ -79,21 +78,6 @@ async def test_a_rebuilt_index_equals_the_one_that_grew(
     assert await registry.catalog.usage("default") == usage
     assert [base.base_id for base in await registry.catalog.bases()] == ["example/tiny"]
     assert [key async for key in raw.scan_iter(f"{PREFIX}{old_epoch}:*")] == []
-
-
-async def test_a_rebuild_spells_the_tags_of_earlier_builds_as_their_adapter_was_published(
-    registry: Registry,
-) -> None:
-    await publish(registry, "sql", 1, "prod", spelling="SQL")
-    key = layout.tag("default", "sql", "prod")
-
-    def unspelled(tag: TagRecord | None) -> TagRecord:
-        assert tag is not None
-        return replace(tag, spelling="", generation=tag.generation + 1)
-
-    await documents.change(registry.store, key, TagRecord, unspelled)
-    await registry.indexer.rebuild()
-    assert [tag.shown_name for tag in await registry.lookup.tags("default", "sql")] == ["SQL"] * 2
 
 
 async def test_readers_are_served_from_the_objects_while_redis_is_away(
