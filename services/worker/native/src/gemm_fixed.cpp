@@ -12,6 +12,7 @@
 //
 // The sum of a block is exact, and every output adds its blocks in order in float32: a row's result does not depend on
 // its neighbours.
+#include <algorithm>
 #include <limits>
 
 #include "kernels.h"
@@ -81,11 +82,12 @@ template <class T>
 void convert_block(const T* x, int64_t n, int64_t size, int num_bits, int sum_bits, int16_t* values, float* scale) {
     alignas(64) float items[kMaxInputs];
     Vec total = zero(), most = zero();
+    convert_n(x, n, items);
+    std::fill(items + n, items + size, 0.0f);
     for (int64_t i = 0; i < size; i += kLanes) {
-        const Vec part = load_n(x + i, n - i);
-        store(items + i, part);
-        total = add(total, magnitude(part));
-        most = max(most, magnitude(part));
+        const Vec part = magnitude(load(items + i));
+        total = add(total, part);
+        most = max(most, part);
     }
     const float all = sum(total) * kRounding;
     if (!(all <= std::numeric_limits<float>::max())) {

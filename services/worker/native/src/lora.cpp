@@ -190,9 +190,7 @@ void add_rows(const Segment& segment, const Use* used, In<bf16>& in, bf16* y, in
             continue;
         }
         for (int64_t row = 0; row < in.num_rows; ++row) {
-            for (int64_t c = 0; c < n; c += kLanes) {
-                store_n(y + row * ldy + first + c, load_n(out + row * stride + c, n - c), n - c);
-            }
+            convert_n(out + row * stride, n, y + row * ldy + first);
         }
     }
 }

@@ -250,6 +250,14 @@ inline void store_n(T* p, Vec a, int64_t n) {
     if (n > 0) std::memcpy(p, lanes, n * sizeof(T));
 }
 
+// to[0, n) = from, of another type or the same.
+template <class From, class To>
+inline void convert_n(const From* from, int64_t n, To* to) {
+    int64_t i = 0;
+    for (; i + kLanes <= n; i += kLanes) store(to + i, load(from + i));
+    if (i < n) store_n(to + i, load_n(from + i, n - i), n - i);
+}
+
 // e^x to 2 ulp, for x <= 88; about 1e-38 below -87. On x86, min and max return their second argument if one
 // is NaN, so x comes second.
 inline Vec exp(Vec x) {
@@ -279,10 +287,7 @@ inline const float* widen(const float* x, int64_t, int64_t, int64_t, float*) { r
 inline const float* widen(const bf16* x, int64_t ldx, int64_t num_rows, int64_t num_columns,
                           float* buffer) {
     for (int64_t row = 0; row < num_rows; ++row) {
-        for (int64_t i = 0; i < num_columns; i += kLanes) {
-            const int64_t n = num_columns - i;
-            store_n(buffer + row * num_columns + i, load_n(x + row * ldx + i, n), n);
-        }
+        convert_n(x + row * ldx, num_columns, buffer + row * num_columns);
     }
     return buffer;
 }
