@@ -8,11 +8,12 @@
 // of the 16 outputs come before those for the other two. Scales and zero points are [panel][group][32].
 //
 // Inputs are taken in blocks that lie within one group. In float32, a block is summed in the order of
-// its inputs and then multiplied with the scale. There are three other ways for rows in bfloat16:
+// its inputs and then multiplied with the scale. There are four other ways for rows in bfloat16:
 //
 // - Processors with VNNI take a block's inputs as 16-bit integers with one factor, in two digits of eight
 //   bits; the sum of products over a block is then exact, and the factor's rounding 2^-16 of the block's
 //   largest input. AMX multiplies the same digits in tiles.
+// - Processors with AVX2 alone multiply the same integers as wholes.
 // - AMX multiplies float8 in tiles of bfloat16, which is exact.
 // - Codes become bfloat16 in registers, which is exact, and a block is summed in float32 by dot products of
 //   pairs: without AMX where these are fast (see pairs.h), for float8 and four-bit codes, and for all codes
@@ -24,6 +25,7 @@
 #include "activations.h"
 #include "codes.h"
 #include "codes_digits.h"
+#include "codes_integers.h"
 #include "codes_outputs.h"
 #include "codes_pairs.h"
 #include "codes_tiles.h"
@@ -224,6 +226,12 @@ void multiply_rows(const CodedProduct& g, const bf16* x, int64_t ldx, const Make
 #if defined(__AVX512VNNI__)
     if constexpr (Kind != Code::kFloat8) {
         const auto rows = [&](bool is_alone) { return DigitRows(g, Kind, x, ldx, false, is_alone); };
+        return multiply<Kind>(g, rows, make_to);
+    }
+#endif
+#if defined(LPX_HAS_INTEGERS)
+    if constexpr (Kind != Code::kFloat8) {
+        const auto rows = [&](bool is_alone) { return IntegerRows(g, x, ldx, is_alone); };
         return multiply<Kind>(g, rows, make_to);
     }
 #endif

@@ -15,11 +15,12 @@
 #include <algorithm>
 #include <limits>
 
+#include "integers.h"
 #include "kernels.h"
 #include "pool.h"
 #include "vec.h"
 
-#if defined(__AVX2__) && !defined(__AVX512F__)
+#if defined(LPX_HAS_INTEGERS)
 
 namespace lpx {
 namespace {
@@ -150,12 +151,6 @@ void convert(const T* x, int64_t ldx, int64_t num_rows, int64_t num_inputs, cons
     });
 }
 
-// sum += the sums of products of pairs. In assembly, because GCC 12 otherwise keeps some of twelve sums in memory.
-inline void add_products(__m256i& sum, __m256i a, __m256i b) {
-    const __m256i products = _mm256_madd_epi16(a, b);
-    asm("vpaddd %1, %0, %0" : "+x"(sum) : "x"(products));
-}
-
 // sums[R][kPanel], or zeros unless it `continues`, plus the product of a block of R rows and a panel. Prefetches
 // kLines lines from `ahead` on for each kUnrolled pairs.
 template <int R, int kLines>
@@ -173,9 +168,7 @@ void multiply_block(const int16_t* x, const float* x_scales, const int16_t* bloc
             const __m256i low = _mm256_load_si256(weights), high = _mm256_load_si256(weights + 1);
 #pragma GCC unroll 6
             for (int r = 0; r < R; ++r) {
-                int32_t pair;
-                std::memcpy(&pair, x + r * kMaxInputs, sizeof pair);
-                const __m256i input = _mm256_set1_epi32(pair);
+                const __m256i input = broadcast_integers(x + r * kMaxInputs);
                 add_products(totals[r][0], input, low);
                 add_products(totals[r][1], input, high);
             }
