@@ -176,7 +176,7 @@ def test_a_method_that_no_lora_equals_is_refused_before_the_base_is_loaded(
     folder = tmp_path / "before"
     folder.mkdir()
     (folder / "adapter_config.json").write_text(json.dumps({"peft_type": method}))
-    (folder / "adapter_model.safetensors").touch()
+    (folder / "adapter_model.safetensors").write_bytes(b"x")
     with pytest.raises(InvalidAdapter, match="no LoRA is equivalent"):
         to_lora(folder, tmp_path / "after", tmp_path / "no-base")
 
