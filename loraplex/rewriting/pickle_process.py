@@ -14,6 +14,7 @@ import io
 import os
 import re
 import resource
+import struct
 import sys
 from pickle import UnpicklingError
 from typing import BinaryIO
@@ -92,7 +93,7 @@ def _load(source: BinaryIO, file_bytes: int) -> dict[str, torch.Tensor]:
         refuse(PICKLE_FILE, name[1], description)
     except (
         *(ArithmeticError, AssertionError, AttributeError, EOFError, LookupError),
-        *(RuntimeError, TypeError, ValueError),
+        *(RuntimeError, TypeError, ValueError, struct.error),
     ) as error:
         if "allocate" in str(error):
             raise MemoryError from None

@@ -164,7 +164,12 @@ def test_values_that_are_no_numbers_are_refused(saved: tuple[Path, Path], tmp_pa
 
 @pytest.mark.parametrize(
     "damage",
-    [_long(b""), _long(b"PK\x03\x04" + b"\0" * 100), _long(b"\x80\x02](((.")],
+    [
+        b"\x80\x02J\0",  # cut off in a number
+        _long(b""),
+        _long(b"PK\x03\x04" + b"\0" * 100),
+        _long(b"\x80\x02](((."),
+    ],
 )
 def test_a_damaged_file_is_refused(saved: tuple[Path, Path], tmp_path: Path, damage: bytes) -> None:
     folder = _with_weights(saved, tmp_path / "bad", {})
