@@ -207,12 +207,12 @@ def attend(
         current.calls[layer] = AttentionCall(layer, source, *heads, scale, sliding_window, softcap)
         if s_aux is not None:
             current.sinks[layer] = s_aux.detach().float()
-        return query.new_zeros(query.shape).transpose(1, 2)[..., :width], None
+        return query.new_zeros(1, query.shape[2], query.shape[1], width), None
     if width < head_dim:
         value = F.pad(value, (0, head_dim - width))
     q, k, v = (x[0].transpose(0, 1).flatten(1) for x in (query, key, value))
     y = current.backends[layer].forward(q, k, v, current.batch.attention)
-    return y.view(1, len(y), query.shape[1], -1)[..., :width], None
+    return y.view(1, len(y), query.shape[1], -1)[..., :width].contiguous(), None
 
 
 def _check_call(
