@@ -134,16 +134,15 @@ def geometry_from_folder(path: Path) -> Geometry:
     except (InvalidAdapter, Unsupported) as error:
         raise InvalidRequest(error.message, violations=error.violations) from error
     tensors = {name: t for name, t in tensors.items() if not name.startswith(FURTHER_TOKENS)}
-    is_gpt2 = config.get("model_type") == _GPT2
-    if is_gpt2:
-        tensors = _of_gpt2(tensors)
     model_type = config.get("model_type")
+    if model_type == _GPT2:
+        tensors = _of_gpt2(tensors)
     tied = config.get("tie_word_embeddings", _tied_by_default(model_type, tensors)) is True
     modules = _modules(tensors, tied, model_type)
     return Geometry(
         model_type=_string(config, "model_type"),
         fingerprint=_fingerprint(config, modules, quantisation),
-        num_layers=_size(config, "n_layer" if is_gpt2 else "num_hidden_layers"),
+        num_layers=_size(config, "n_layer" if "n_layer" in config else "num_hidden_layers"),
         vocab_size=_vocab_size(modules, config),
         tied_embeddings=tied,
         modules=modules,

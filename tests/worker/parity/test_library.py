@@ -80,6 +80,25 @@ def save(class_name: str, folder: Path, **changes: object) -> Path:
 
 
 @pytest.mark.parametrize(
+    ("class_name", "changes"),
+    [
+        ("AfmoeConfig", {"num_experts": 4, "num_experts_per_tok": 2, "sliding_window": 17}),
+        ("GPTBigCodeConfig", {"n_inner": 96}),
+    ],
+    ids=["a view of what attention returns", "n_layer"],
+)
+def test_other_classes_are_served_without_being_known_by_name(class_name, changes, tmp_path):
+    folder = save(class_name, tmp_path, **changes)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    prompt = random_prompt(random.Random(3))
+    (tokens,) = Driver(library_runner(folder)).run([Job(greedy("base", prompt, 8))])
+    ids = torch.tensor([prompt + tokens])
+    with torch.inference_mode():
+        expected = model(ids).logits[0, len(prompt) - 1 : -1].argmax(-1)
+    assert tokens == expected.tolist()
+
+
+@pytest.mark.parametrize(
     ("class_name", "changes", "reason"),
     [
         ("BloomConfig", {}, "'bloom' computes attention in a way .* lists the types"),
