@@ -73,6 +73,10 @@ _INPUTS = "trains inputs and no weights, so no LoRA is equivalent to it; train a
 WITHOUT_LORA: dict[str, str] = {
     "CARTRIDGE": _INPUTS,
     "CPT": _INPUTS,
+    "FROD": (
+        "lacks a factor of its weights, which PEFT computes anew from the base, not always with "
+        "the same result, so no LoRA is equivalent to it; train a LoRA"
+    ),
     "MULTITASK_PROMPT_TUNING": _INPUTS,
     "PREFIX_TUNING": _INPUTS,
     "PROMPT_TUNING": _INPUTS,

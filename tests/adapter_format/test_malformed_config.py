@@ -141,7 +141,7 @@ def test_methods_without_an_equivalent_lora_are_not_sent_to_a_conversion() -> No
     methods = {
         method.value: config for method, config in peft.mapping.PEFT_TYPE_TO_CONFIG_MAPPING.items()
     }
-    without_equivalent = {"SHADOW", "XLORA"} | {
+    without_equivalent = {"FROD", "SHADOW", "XLORA"} | {
         name
         for name, config in methods.items()
         if issubclass(config, peft.config.PromptLearningConfig)

@@ -169,7 +169,7 @@ def test_a_method_that_is_not_linear_is_refused(capsys: pytest.CaptureFixture[st
     assert "not linear" in json.loads(capsys.readouterr().err.splitlines()[-1])["description"]
 
 
-@pytest.mark.parametrize("method", ["PREFIX_TUNING", "SHADOW", "XLORA"])
+@pytest.mark.parametrize("method", ["FROD", "PREFIX_TUNING", "SHADOW", "XLORA"])
 def test_a_method_that_no_lora_equals_is_refused_before_the_base_is_loaded(
     method: str, tmp_path: Path
 ) -> None:
