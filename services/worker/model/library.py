@@ -169,7 +169,8 @@ def _check_config(config: Any, classes: Any) -> None:
     types = getattr(config, "layer_types", None) or ()
     for name in types:
         if name not in _LAYER_TYPES:
-            raise _refused("config.json:layer_types", name, "layers of this type are not served")
+            why = f"layers of type {name!r} are not served"
+            raise _refused("config.json:layer_types", name, why)
     if _CHUNKED in types and not getattr(config, "attention_chunk_size", None):
         raise _refused("config.json:attention_chunk_size", None, f"is required by {_CHUNKED}")
     if config.model_type in _OWN_ATTENTION:
