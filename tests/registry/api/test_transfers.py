@@ -278,7 +278,7 @@ async def test_a_file_that_cannot_be_read_holds_no_stream_of_its_tenant(
     options, failures = pb.PublishOptions(name="sql"), list[object]()
     (folder / TENSORS).unlink()
     for _ in range(MAX_UPLOAD_STREAMS_PER_TENANT):
-        with pytest.raises(FileNotFoundError) as failure:
+        with pytest.raises(DataLoss) as failure:
             await uploading.upload(served.client._channel, options, files, summed)
         failures.append(failure)  # whose traceback would keep the call
     (folder / TENSORS).write_bytes(adapter_files(1)[TENSORS])
