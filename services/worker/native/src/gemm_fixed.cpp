@@ -27,12 +27,12 @@ namespace {
 
 constexpr int kPanel = 2 * kLanes;
 constexpr int64_t kMaxInputs = 256;  // of a block
-constexpr int kUnrolled = 4;         // pairs
+constexpr int kUnrolled = 4;         // pairs of a step
 constexpr int64_t kLineBytes = 64;   // of a cache line, which one pair of a panel fills
 constexpr int64_t kScaleItems = kPanel * int64_t(sizeof(float) / sizeof(int16_t));
 constexpr int kWeightBits = 13, kInputBits = 15;  // without the sign
 constexpr int kSumBits = 31 - kWeightBits;        // of the magnitudes of a row's block
-constexpr int kAnySum = 1000;
+constexpr int kAnySum = 1000;  // no limit
 constexpr float kRounding = 1 + 1.0f / 1024;  // 256 integers of 18 bits in all gain at most 128 from rounding
 constexpr int kMaxRows = 6;                   // whose sums fit into registers
 constexpr int64_t kTaskRows = 192;
@@ -42,14 +42,15 @@ constexpr int64_t kConvertedRows = 8;  // of one task
 // The blocks that inputs are divided into, all of one size but the last.
 struct Blocks {
     explicit Blocks(int64_t num_inputs)
-        : size(whole_quads(ceil_div(num_inputs, ceil_div(num_inputs, kMaxInputs)))),
+        : size(whole_steps(ceil_div(num_inputs, ceil_div(num_inputs, kMaxInputs)))),
           count(ceil_div(num_inputs, size)),
-          panel_items(count * kScaleItems + whole_quads(num_inputs) * kPanel) {}
+          panel_items(count * kScaleItems + whole_steps(num_inputs) * kPanel) {}
 
     // Items of a panel before one of its blocks.
     int64_t items_before(int64_t block) const { return block * (kScaleItems + size * kPanel); }
 
-    static int64_t whole_quads(int64_t n) { return ceil_div(n, 2 * kUnrolled) * 2 * kUnrolled; }
+    // The least number of inputs in whole steps that is not less than n.
+    static int64_t whole_steps(int64_t n) { return ceil_div(n, 2 * kUnrolled) * 2 * kUnrolled; }
 
     int64_t size, count, panel_items;
 };
@@ -216,7 +217,7 @@ void multiply_panels(const Product& g, const Inputs& inputs, const int16_t* pack
     float* sums = scratch(0, (end - begin) * (last - row) * kPanel);
     for (int64_t block = 0; block < blocks.count; ++block) {
         const int64_t left = smaller(g.num_inputs - block * blocks.size, blocks.size);
-        const int64_t num_pairs = Blocks::whole_quads(left) / 2;
+        const int64_t num_pairs = Blocks::whole_steps(left) / 2;
         for (int64_t group = 0; group < num_groups; ++group) {
             const int64_t first = row + (last - row) * group / num_groups;
             const int64_t num_rows = row + (last - row) * (group + 1) / num_groups - first;
