@@ -81,7 +81,7 @@ WITHOUT_LORA: dict[str, str] = {
     "PREFIX_TUNING": _INPUTS,
     "PROMPT_TUNING": _INPUTS,
     "P_TUNING": _INPUTS,
-    "SHADOW": "runs a second model beside the base, so no LoRA is equivalent to it; train a LoRA",
+    "SHADOW": "runs a second model next to the base, so no LoRA is equivalent to it; train a LoRA",
     "XLORA": (
         "weighs several adapters anew for each token, so no LoRA is equivalent to it; publish "
         "these adapters, which are in its subfolders, one by one"

@@ -94,7 +94,8 @@ class TiledLinear(BaseLinear):
 
 
 class FixedLinear(BaseLinear):
-    """A base weight in fixed point, with a power of two for each 128 inputs of an output."""
+    """A base weight in fixed point: integers, and a power of two for each block of at most 256
+    inputs of an output."""
 
     def __init__(self, native: Native, weight: Tensor) -> None:
         self.out_features, self.in_features = weight.shape
