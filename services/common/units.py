@@ -109,11 +109,15 @@ class Memory:
 
 def parse_memory(text: str) -> Memory:
     """`24MiB`, a number of bytes, or `85%`."""
-    if not text.strip().endswith("%"):
-        if not (num_bytes := parse_bytes(text)):
-            raise ValueError("expected more than 0 bytes, such as 24MiB, or a percentage above 0%")
-        return Memory(num_bytes)
-    return Memory(share=_number(text.strip()[:-1], 100.0, "a percentage above 0%") / 100)
+    if text.strip().endswith("%"):
+        return Memory(share=_number(text.strip()[:-1], 100.0, "a percentage above 0%") / 100)
+    try:
+        num_bytes = parse_bytes(text)
+    except ValueError:
+        num_bytes = 0
+    if not num_bytes:
+        raise ValueError("expected more than 0 bytes, such as 24MiB, or a percentage such as 85%")
+    return Memory(num_bytes)
 
 
 def parse_some_seconds(text: str) -> float:

@@ -140,6 +140,12 @@ def test_bad_values_name_flag_or_variable(
     assert caught.value.violations[0].field == field
 
 
+@pytest.mark.parametrize("size", ["plenty", "0", "24XB"])
+def test_a_size_that_is_none_is_refused_with_both_forms(size: str) -> None:
+    with pytest.raises(InvalidRequest, match="such as 24MiB, or a percentage such as 85%"):
+        parse([*MODEL, "--kv-memory", size], {})
+
+
 @pytest.mark.parametrize(
     ("argv", "environ", "said"),
     [
