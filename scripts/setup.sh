@@ -137,6 +137,8 @@ stop_with_log() { # $1: what was being installed
 
 stop_without_torch() { # $1: the versions tried
     say "no CPU build of torch $torch_version for Python$1; pip's last words ($log):"
+    # The errors say that there is no such version, and only a warning why an index did not answer.
+    grep 'WARNING: Retrying' "$log" | tail -n 1 >&2 || true
     grep -v WARNING "$log" | tail -n 3 >&2
     say "looked in pip's own configuration and $cpu_index"
     say "name another place with TORCH_CPU_INDEX=URL or PIP_FIND_LINKS=DIR, or accept the CUDA build"

@@ -23,6 +23,7 @@ case "$1 $2" in
     "-m pip")
         case "$*" in *"pip>="*) exit 1 ;; esac # none to be had: the old one does
         echo "VERSION $*" >>"$CALLS"
+        printf '%s' "${PIP_SAYS:-}"
         case "$*" in
             *"$REFUSE"*) exit 1 ;;
             *torch==2.13.0+cpu*)
@@ -168,6 +169,20 @@ def test_no_cpu_torch_stops_before_any_gigabyte_of_cuda(checkout: Checkout) -> N
     assert "TORCH=cuda make demo" in done.stderr
     assert "2.6 GB" in done.stderr
     assert all("2.13.0+cpu" in call for call in checkout.pip_calls())
+
+
+def test_an_index_that_cannot_be_reached_is_said_with_its_cause(checkout: Checkout) -> None:
+    said = [
+        "WARNING: Retrying (Retry(total=0)) after connection broken by 'Connection refused'",
+        "WARNING: Location '/wheels' is ignored",
+        "ERROR: No matching distribution found for torch==2.13.0+cpu",
+    ]
+    done = checkout.setup(CPU_TORCH="", PIP_SAYS="\n".join([*said, ""]))
+    assert done.returncode == 1
+    shown = done.stderr.splitlines()
+    assert said[0] in shown
+    assert said[1] not in shown
+    assert said[2] in shown
 
 
 def test_cuda_torch_is_taken_where_nvidia_smi_works(checkout: Checkout) -> None:
