@@ -19,7 +19,7 @@ from loraplex_services.worker.native.pages import PAGE_BYTES, huge_pages, provid
 from loraplex_services.worker.types.extents import count_pages_per_block
 
 AHEAD_BYTES = 16 << 20
-"""Memory that is provided before it is written. Several adapters fit in."""
+"""Bytes that the system provides ahead of the writes. Several adapters fit into them."""
 
 
 class ArenaBuffer:
@@ -42,8 +42,8 @@ class ArenaBuffer:
         self.provide_after(0)
 
     def provide_after(self, position: int) -> None:
-        """Have the system provide the memory after a byte before it is written, on a CPU: blocks
-        are first given away in ascending order."""
+        """On a CPU, make the system provide the memory that follows a byte before it is written: at
+        first, blocks are allocated in ascending order."""
         end = min(position + AHEAD_BYTES, self.data.nbytes)
         begin = max(position - position % PAGE_BYTES, self._provided_bytes)
         if self.data.device.type == "cpu" and begin < end:

@@ -43,7 +43,7 @@ class WorkerConfig:
     service_token: str
     """The token that callers must show; "" = none."""
     service_names: tuple[str, ...]
-    """Names in the certificates of services; empty = any certificate of the CA is one."""
+    """The names in the certificates of services; empty = any certificate of the CA is accepted."""
     tls: TlsFiles
     engine: EngineConfig
     """The configuration of the engine process, without the folder of the base."""
@@ -52,9 +52,9 @@ class WorkerConfig:
 
     @property
     def base_aliases(self) -> tuple[str, ...]:
-        """Other names by which adapters may call the base: the one that it has by default, since
-        PEFT writes the hub id or the folder that an adapter was trained on. The folders of many
-        models are called `model` or `checkpoint-100`, which says nothing about the base."""
+        """Other names by which adapters may refer to the base: its default name, because PEFT
+        writes the hub id or the folder that an adapter was trained on. Folder names such as `model`
+        or `checkpoint-100` are left out, because they say nothing about the base."""
         name = base_id_of(self.model)
         parts = re.split("[-_.]", name.lower())
         is_generic = all(part.isdigit() or part in _GENERIC for part in parts)
@@ -70,7 +70,7 @@ _GENERIC = frozenset(
     {"base", "best", "checkpoint", "ckpt", "epoch", "final", "global", "hf", "iter", "last"}
     | {"latest", "llm", "main", "merged", "model", "output", "snapshot", "step", "weights"}
 )
-"""Words that the names of folders of any model consist of."""
+"""Words of folder names that say nothing about the model."""
 
 
 def from_env(environ: Mapping[str, str]) -> WorkerConfig:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 COPY_ALIGNMENT = 16
-"""Bytes that every array of an `Upload` starts at a multiple of."""
+"""Every array of an `Upload` starts at a multiple of this number of bytes."""
 
 
 def to_device(values: Tensor, device: torch.device) -> Tensor:

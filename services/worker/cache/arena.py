@@ -154,7 +154,8 @@ class Arena:
         extents = [self._release(owner, first_page) for first_page in first_pages]
         last_used = self.last_planned if last_used is None else last_used
         if last_used > self._last_retired:
-            # Filed under the last step planned, perhaps a later one, to keep the queue in order.
+            # Filed under the last planned step, which may be a later one, to keep the queue in
+            # order.
             self._retiring.append((self.last_planned, list(blocks), extents))
         else:
             self._free.extend(blocks)
@@ -169,7 +170,7 @@ class Arena:
         if size == self.pages_per_block:
             first_page = self._free.pop() * size
         else:
-            # The lowest address, so that the upper blocks become free.
+            # The lowest address is taken, so that the upper blocks become free.
             first_page = min(self._free_extents[size])
             self._free_extents[size].remove(first_page)
         while size > wanted:

@@ -78,13 +78,13 @@ class BlockUse:
         return num_blocks + len(parts - self._held_parts.keys())
 
     def co_residents(self, adapter: CachedAdapter, protected: Collection[str]) -> Collection[str]:
-        """The other adapters in that split block of an idle adapter which the fewest evictions
-        would free. Empty if all of its split blocks also hold adapters that are in use or
-        `protected`.
+        """The adapters that share a split block with an idle adapter; of its split blocks, the one
+        that takes the fewest evictions to free. Empty if all of them also hold adapters that are in
+        use or `protected`.
 
-        An adapter with a block of its own frees that one, and its parts of split blocks stay empty
-        until an adapter is loaded for which another block is free. The result is therefore empty
-        for it as well, until these empty parts are together as large as a block."""
+        The result is also empty for an adapter with a block of its own, because evicting it frees
+        that block. Its parts of split blocks then stay empty until another adapter is loaded. Once
+        such empty parts add up to a block, these adapters are treated like the others."""
         if self._num_whole(adapter) and self._arena.num_loose < self._arena.pages_per_block:
             return ()
         blocks = {*self._parts(adapter)}.difference(self._held_parts)

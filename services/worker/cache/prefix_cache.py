@@ -163,7 +163,7 @@ class PrefixCache:
         return self._hash(request, num_tokens // self._layout.tokens_per_block - 1)
 
     def leave(self, request: Request, blocks: Iterable[int], now: float) -> None:
-        """Note that `request` no longer has `blocks` in its tables, nor anything else here."""
+        """Note that `request` no longer has `blocks` in its tables, and release its states."""
         if request.state_key:
             self.states.give_back(request.state_key, now)
             request.state_key = b""
@@ -171,8 +171,8 @@ class PrefixCache:
         self.give_back(request, blocks, now)
 
     def keep(self, request: Request, start: int) -> None:
-        """Positions from `start` to num_computed have been given to steps: keep the blocks that
-        they complete, whose tokens are known.
+        """Keep the blocks that were completed by the positions from `start` to num_computed, which
+        have been given to steps. Their tokens are known.
 
         Mutates the request's tables where another request has computed the same block before.
         """
@@ -189,9 +189,10 @@ class PrefixCache:
     def give_back(
         self, request: Request, blocks: Iterable[int], now: float, *, passed: bool = False
     ) -> None:
-        """`request` no longer has `blocks` in its tables; `passed` = they are behind its window.
+        """Note that `request` no longer has `blocks` in its tables; `passed` = they are behind its
+        window.
 
-        The first of `blocks` is the first to be given up.
+        The first of `blocks` is the first to be evicted.
         """
         own: list[int] = []
         for block in blocks:
@@ -254,7 +255,7 @@ class PrefixCache:
         return cached.block
 
     def _keep(self, key: Key, block: int, request: Request) -> int:
-        """Take over `block`, or the one that was there before. Returns the one to read."""
+        """Add `block` to the cache, unless it has one with this key. Returns the block to read."""
         if key in self._by_key:
             kept = self._use(key)
             assert kept != block, f"block {block} was completed twice"
@@ -284,7 +285,8 @@ class PrefixCache:
         del request.prefix_hashes[end // self._layout.tokens_per_block :]
 
     def _joining(self, request: Request, start: int) -> bytes:
-        """Bytes that the chain takes up at the block at `start`, besides its tokens."""
+        """What enters the hash chain at the block that begins at `start`, in addition to its
+        tokens."""
         size = self._layout.tokens_per_block
         if 0 < request.adapters_from and start <= request.adapters_from < start + size:
             return repr((request.adapters.key(), request.adapters_from)).encode()

@@ -14,7 +14,7 @@ from loraplex_services.worker.types.adapter_facts import AdapterFacts
 from loraplex_services.worker.types.request import OwnRope, Request
 
 NEVER = sys.maxsize
-"""The position from which an adapter acts that is never invoked."""
+"""The invocation position of an adapter that is never invoked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +89,8 @@ def _check_length(request: Request, context_tokens: int) -> None:
 
 
 def _check_ids(request: Request, vocab_size: int) -> None:
-    """Raises InvalidRequest. Its message says where the first bad token id is, never which id it
-    is."""
+    """Raises InvalidRequest. The message gives the position of the first bad token id, never the id
+    itself."""
     sampling = request.sampling
     fields = {
         "prompt_ids": request.prompt_ids,

@@ -1,6 +1,6 @@
-"""Carries out the loads of adapters into the arena: packed and copied while steps run.
+"""Loads adapters into the arena: packs and copies them while steps run.
 
-The cache decides what is loaded. This module carries it out and reports the results.
+The cache decides what is loaded. This module carries out its decisions and reports the results.
 """
 
 from __future__ import annotations
@@ -135,15 +135,15 @@ class AdapterLoads:
         self.wake()
 
     def await_copies(self, num_rows: int, num_wanted: int, step_s: float) -> bool:
-        """Wait for the copies under way if that gains more than it costs: all rows of the step
-        that is about to run wait, and requests that would come a step later do not. False when
-        there was nothing to wait for, or it would have taken too long, as measured recently.
+        """Wait for the copies in progress if that gains more than it costs: it delays all rows of
+        the step that is about to run, but requests whose adapters arrive need not wait for the next
+        step. Returns False if there was nothing to wait for, or if the wait would have been too
+        long by recent measurements.
 
-        Where steps overlap, the step before runs in the meantime, so that a short wait costs
-        nothing.
+        Where steps overlap, the previous step runs in the meantime, so a short wait costs nothing.
 
         Args:
-            num_rows: requests of the step whose adapters are there.
+            num_rows: requests of the step whose adapters are on the device.
             num_wanted: requests that would join it. A step never waits for adapters that are copied
                 ahead of requests that cannot start yet.
             step_s: how long a step takes.

@@ -51,7 +51,8 @@ QUIET_S = 0.5
 GRAMMAR_WAIT_S = 0.002
 """Seconds of sleep while the only requests that could continue wait for a grammar's thread."""
 STALLED_WAIT_S = 0.1
-"""Seconds of sleep while every request waits for something; bounds how late a deadline is seen."""
+"""Seconds of sleep while every request waits for something; bounds how late a deadline is
+noticed."""
 
 
 class ServerGone(Exception):
@@ -154,7 +155,7 @@ def _patience_s(engine: Engine, is_checked: bool) -> float | None:
 
 def build_engine(config: EngineConfig) -> Engine:
     """Load the model. Raises LoraplexError if it cannot be served with this configuration."""
-    gc.disable()  # until the model stays: a seventh of the time that imports take
+    gc.disable()  # until the model is loaded, which saves a seventh of the time of imports
     from loraplex_services.worker.runner.building import build_runner
 
     runner = build_runner(
@@ -184,7 +185,7 @@ def main() -> int:
         return 0
     except RankLost as error:
         logger.error("the group of ranks is broken", extra={"reason": str(error)})
-        time.sleep(RANK_END_S)  # the rank's own end says what the exit code is
+        time.sleep(RANK_END_S)  # the end of the rank itself determines the exit code
         return 1
 
 
@@ -229,7 +230,7 @@ def _serve(server: ServerSocket) -> int:
         server.send(EngineRefused(WireError.of(_unexpected(error))))
         return 3
     gc.collect()
-    gc.freeze()  # the model stays: collections between steps need not walk it
+    gc.freeze()  # the model stays, so collections between steps need not visit it
     gc.enable()
     server.send(engine.ready)
     run(engine, server)
@@ -238,4 +239,4 @@ def _serve(server: ServerSocket) -> int:
 if __name__ == "__main__":
     exit_code = main()
     sys.stderr.flush()
-    os._exit(exit_code)  # taking a large process apart would only delay its successor
+    os._exit(exit_code)  # tearing a large process down would only delay its successor

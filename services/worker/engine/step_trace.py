@@ -46,8 +46,8 @@ class TracedStep:
 
 
 class TracedRunner:
-    """A runner whose calls another one carries out. It appends a line to a file for each step and
-    copy."""
+    """A runner that forwards its calls to another one, and appends a line to a file for each step
+    and each copy."""
 
     def __init__(
         self, runner: Runner, path: Path, clock: Callable[[], float] = time.monotonic
@@ -99,9 +99,10 @@ class TracedRunner:
     ) -> None:
         """Write down a step that has just ended.
 
-        A step that continues requests of the one before counts from that one's end: planning and
-        passing tokens on belong to it. Any other counts from the moment when its first request
-        could have begun, or from that end: waking up and taking requests in belong to it as well.
+        A step that continues requests of the previous one is timed from the end of that step, so
+        that its time includes planning and passing tokens on. Any other step is timed from the
+        moment when its first request could have begun, but not from before the end of the previous
+        step. Its time then also includes waking up and accepting requests.
         """
         ids = {row.request.request_id for row in plan.rows}
         is_next = not ids.isdisjoint(self._last_ids)
@@ -121,8 +122,8 @@ class TracedRunner:
         )
 
     def _drafts(self, plan: StepPlan, sampled: list[SampledRow]) -> dict[str, int]:
-        """Numbers of rows with drafts, of those whose request had none in its step before, of
-        accepted drafts, and of rows in which a draft was refused."""
+        """The numbers of rows with drafts, of those among them whose request had none in its
+        previous step, of accepted drafts, and of rows in which a draft was refused."""
         drafted = [
             (row, len(result.further))
             for row, result in zip(plan.rows, sampled, strict=True)
@@ -148,7 +149,7 @@ class TracedRunner:
 
 
 def _ready_s(request: Request, launched_s: float) -> float:
-    """When everything was available that the step needs. The compilation of a grammar does not
+    """When everything that the step needs was available. The compilation of a grammar does not
     count as part of a step."""
     follows_grammar = request.constraint is not None
     ready_s = request.first_scheduled_s if follows_grammar else request.adapters_ready_s

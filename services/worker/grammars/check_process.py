@@ -90,7 +90,7 @@ def _fault(grammar: Grammar, vocabulary: LLTokenizer | LoraplexError) -> Loraple
     except LoraplexError as error:
         return error
     num_bytes = _heap_bytes() - before
-    del matcher  # it was alive until its size was known
+    del matcher  # it had to live until its size was known
     if num_bytes > MAX_COMPILED_GRAMMAR_BYTES:
         most = MAX_COMPILED_GRAMMAR_BYTES >> 20
         what = f"takes {num_bytes >> 20} MiB compiled, and at most {most} are allowed"

@@ -18,7 +18,7 @@ _MODULE = "loraplex_services.worker.grammars.check_process"
 
 
 class GrammarChecker:
-    """Says whether an engine may be given a grammar. Its processes start with the first
+    """Decides whether an engine may be given a grammar. Its processes start with the first
     grammars."""
 
     def __init__(self, tokenizer_json: Path, limits: PoolLimits = GRAMMARS) -> None:
@@ -29,8 +29,8 @@ class GrammarChecker:
     async def check(
         self, grammar: Grammar, vocab_size: int, eos_ids: Sequence[int], tenant: str = ""
     ) -> Grammar:
-        """The grammar in the notation that the engine reads, if it is good for a model, which is
-        always the same one.
+        """Check a grammar for a model, which is the same in all calls. Returns the grammar in the
+        notation that the engine reads.
 
         Cancel it when no caller waits for the answer any more, which frees the process immediately.
 

@@ -44,7 +44,7 @@ LIMITS = LLParserLimits(
 
 
 def read_vocabulary(path: Path, vocab_size: int, eos_ids: Sequence[int]) -> LLTokenizer:
-    """The tokens of `tokenizer.json` as the matcher sees them; takes a second for large ones.
+    """The tokens of `tokenizer.json` as the matcher sees them; this takes a second for large ones.
 
     Raises:
         Unsupported: the base has no tokenizer that grammars can be matched with.
@@ -60,7 +60,8 @@ def read_vocabulary(path: Path, vocab_size: int, eos_ids: Sequence[int]) -> LLTo
 
 
 def compile_grammar(grammar: Grammar, vocabulary: LLTokenizer) -> LLMatcher:
-    """A matcher at the start of the output, its first mask computed and thus known to work.
+    """A matcher at the start of the output. Its first mask has been computed, so it is known to
+    work.
 
     Raises:
         InvalidRequest: naming the grammar, with the library's reason.
@@ -86,7 +87,7 @@ def in_lark(grammar: Grammar) -> Grammar:
         return Grammar(ebnf=gbnf_to_lark(grammar.ebnf))
     except RecursionError:
         raise bad_grammar(grammar, "it nests too deeply: simplify it") from None
-    except Exception as error:  # the library's parser raises whatever happens to it
+    except Exception as error:  # the library's parser raises errors of any kind
         raise bad_grammar(grammar, f"it is not valid GBNF: {error}") from None
 
 

@@ -20,7 +20,7 @@ class TokenTable:
     """
 
     def __init__(self, weight: Tensor, vocab_size: int, ranks: Ranks, dtype: torch.dtype) -> None:
-        """Rows that are looked up have the dtype.
+        """`dtype` is that of the result.
 
         Args:
             weight: `[vocabulary, width]`, or this rank's rows of it; see `Operators.table`.
@@ -57,7 +57,7 @@ class LoraEmbedding:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of what `forward` returns."""
+        """The dtype of the result of `forward`."""
         return self.table.dtype
 
     def forward(self, token_ids: Tensor, lora: LoraBatch) -> Tensor:

@@ -92,8 +92,9 @@ class LoraLinear:
         return y if self.bias is None else y.add_(self.bias)
 
     def forward_float32(self, x: Tensor, lora: LoraBatch, num_outputs: int) -> Tensor:
-        """`forward` with a float32 result, which is not rounded to x's dtype on the way if the
-        device allows that. Adapters are then added in torch: kernels want y to have x's dtype."""
+        """`forward` with a float32 result, which is not rounded to x's dtype in between if the
+        device allows that. Adapters are then added in torch, because kernels need y in x's
+        dtype."""
         if not keeps_float32(x):
             is_base_alone = self._joined is None and self.bias is None and not lora.runs
             if is_base_alone and num_outputs <= self.base.out_features:

@@ -8,7 +8,8 @@ from torch import Tensor
 from loraplex.api.output import RoutingShape
 
 _DTYPES = {1: torch.uint8, 2: torch.int16}
-"""Types by bytes of a number. No base has enough experts to need the sign bit of the second."""
+"""Integer types by their size in bytes. No base has so many experts that the second needs its sign
+bit."""
 
 
 class RoutingNotes:

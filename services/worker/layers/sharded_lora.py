@@ -59,7 +59,7 @@ class ShardedLora:
             apply_vectors(y[run.begin : run.end], delta, run.coef)
 
     def _num_own(self, delta: SiteDelta) -> int:
-        """Rows of A on this rank, those that only fill up included."""
+        """Rows of A on this rank, including its padding."""
         if not self._is_cut_by_outputs:
             return delta.rank
         return sum(padded_share(part.rank_len, self._ranks.shard.size) for part in delta.slices)

@@ -24,7 +24,7 @@ class DummyWeights:
         self._generator = torch.Generator(device).manual_seed(0)
 
     def has(self, name: str) -> bool:
-        """No optional tensor is there."""
+        """False: there are no optional tensors."""
         return False
 
     def take(

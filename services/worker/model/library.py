@@ -2,8 +2,8 @@
 
 The library's forward pass is not changed. Its linears and its embedding are replaced by sites that
 adapters can change, and its attention uses the paged cache through the library's registry of
-attention functions. One pass over two tokens shows how each layer calls attention. A base that
-cannot be served in this way is refused with the reason.
+attention functions. A pass over two tokens shows how each layer calls attention. A base that cannot
+be served in this way is refused with the reason.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ def _load(folder: Path, dtype: torch.dtype) -> Any:
 
 
 def _check_complete(loading: dict[str, Any]) -> None:
-    """Refuse a base with weights that the library would have made up."""
+    """Refuse a base if the library would initialise some of its weights at random."""
     for name, got, wanted in sorted(loading["mismatched_keys"]):
         raise InvalidRequest.field(name, list(got), f"config.json asks for shape {list(wanted)}")
     for name in sorted(loading["missing_keys"]):

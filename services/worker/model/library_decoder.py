@@ -161,7 +161,7 @@ class LibraryDecoder(Decoder):
 
     @property
     def routing(self) -> None:
-        """The library's routers say nothing."""
+        """None: the library's routers do not report their choices."""
         return None
 
     def _base_logits(self, hidden: Tensor, lora: LoraBatch, width: int) -> Tensor:

@@ -34,7 +34,7 @@ def read_qwen3_config(reader: ModelConfigReader, eos_token_ids: tuple[int, ...])
     """Translate config.json of Qwen 3 MoE."""
     reader.get("layer_types")  # the library does not read it here: all layers have the window
     own = reader.without("layer_types")
-    reader.get(SHARED_SIZE)  # a rest of Qwen 2 MoE, without an effect here
+    reader.get(SHARED_SIZE)  # left over from Qwen 2 MoE, without an effect here
     defaults = replace(qwen3.DEFAULTS, head_dim=None, num_kv_heads=4)
     config = qwen3.read_config(own, eos_token_ids, defaults)
     windows = qwen2.read_windows(own, config.num_layers, lambda layer, first: True)

@@ -19,7 +19,7 @@ _REQUIRED = {
     ),
     "yarn": ("factor", "original_max_position_embeddings"),
     "longrope": ("short_factor", "long_factor", "original_max_position_embeddings"),
-    # Its factor only says what happens beyond max_position_embeddings, which is never served.
+    # Its factor only matters beyond max_position_embeddings, which is never served.
     "dynamic": ("factor",),
     "proportional": (),
 }
@@ -75,8 +75,8 @@ def read_rope(
 def rope_parameters(reader: ModelConfigReader, default: Any) -> Any:
     """The rotary embedding that a config describes.
 
-    New files hold `rope_parameters`, older ones `rope_theta` and `rope_scaling`. People add the
-    latter to new files as well, and it goes first, as in transformers.
+    New files hold `rope_parameters`, older ones `rope_theta` and `rope_scaling`. Some new files
+    have the latter as well. It then takes precedence, as in transformers.
     """
     newer = reader.get("rope_parameters", default)
     return reader.get("rope_scaling") or newer
@@ -93,9 +93,9 @@ def with_original(
 ) -> dict[str, Any]:
     """The parameters with the context that the base was trained for.
 
-    The config's key comes before the rope's, as in transformers; without either, it is the base's
-    context, `max_position_embeddings`, which the reader must have: the family's default if the
-    file leaves it out.
+    The config's key takes precedence over the rope's, as in transformers; without either, it is the
+    base's context, `max_position_embeddings`, which the reader must have: the family's default if
+    the file leaves it out.
     """
     context = reader.integer("max_position_embeddings")
     lengths = reader.get(_ORIGINAL, default_original), params.get(_ORIGINAL), context

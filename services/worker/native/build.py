@@ -153,7 +153,7 @@ def _alone_in(folder: Path) -> Iterator[None]:
 
 
 def _run(*command: str) -> None:
-    # Zig keeps what it builds once; its default is the home directory, which may not be writable.
+    # Zig caches what it builds, by default in the home directory, which may not be writable.
     caches = {"ZIG_GLOBAL_CACHE_DIR": str(_writable_dir() / "zig")}
     try:
         done = subprocess.run(

@@ -98,7 +98,7 @@ _NEEDED = {isa: _features(flags) for isa, flags in ISA_FLAGS.items()}
 AMX, TORCH = "amx", "torch"
 
 _SYS_ARCH_PRCTL, _REQUEST_FEATURE, _TILE_DATA = 158, 0x1023, 18
-"""Linux: a process asks once before it uses tile registers."""
+"""Linux: the request that a process makes once before it uses tile registers."""
 _AT_HWCAP2, _HWCAP2_BF16 = 26, 1 << 14
 """Linux on aarch64: where a process finds what the processor has, and the bit for bfloat16."""
 

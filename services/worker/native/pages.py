@@ -1,4 +1,4 @@
-"""Memory in huge pages, where the system grants them to those who ask.
+"""Memory in huge pages, where the system grants them on request.
 
 Weights and adapters are read as many short streams, each of which would miss the cache of page
 tables.

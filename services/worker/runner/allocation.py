@@ -40,8 +40,8 @@ def allocate(
     device: torch.device,
     largest: tuple[int, int],
 ) -> KvBuffer:
-    """The arena, after the loaded weights and what the largest step needs; `largest` = its
-    tokens and rows."""
+    """Allocate the arena in the memory that the loaded weights and the largest step leave;
+    `largest` = the tokens and rows of that step."""
     is_gpu, ranks = device.type == "cuda", operators.ranks
     kept = operators.attention_maker.kv_cache_dtype
     own = local_config(model.cached_config, ranks.shard)

@@ -87,11 +87,11 @@ class BlockTables:
 
     def update(self, rows: Sequence[PlannedRow]) -> TableChanges:
         """Give each planned row its table row, and find the entries that have changed. The tables
-        `hold` the rows; steps of which nothing was written may have come before.
+        `hold` the rows. Nothing need have been written for earlier steps.
 
         An entry changes when a request gets more blocks, or when the prefix cache replaces a block
-        that the request has completed by an equal one. Both concern blocks from the one that the
-        step before began to write, so entries before that one are not looked at. A request that
+        that the request has completed by an equal one. Both can only happen from the block on that
+        the previous step began to write, so earlier entries are not compared. A request that
         decodes gets a block when it begins to write it.
         """
         tables = [row[0].block_tables for row in rows]
@@ -126,8 +126,8 @@ class BlockTables:
         return kv_slots
 
     def _row_of(self, request: Request, rows: Sequence[PlannedRow]) -> int:
-        """The row of a request of the step. A request that has none, or whose tables were started
-        again, has nothing written there."""
+        """The row of a request of the step. If the request is new or its tables were started again,
+        no entry counts as written."""
         row = self._held.get(request)
         if row is not None and self._tables_of[row] is request.block_tables:
             return row

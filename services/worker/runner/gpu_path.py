@@ -95,7 +95,7 @@ class GpuPath:
         self._graphs: list[CapturedSteps] = []
         if arena.data.is_cuda:
             self.idle.warm_up(settings.max_num_batched_tokens)
-            # Graphs that hold collectives are not tried.
+            # Graphs that contain collectives have not been tried.
             if operators.ranks.shard.size == 1 and self._attention.backend.captures_graphs:
                 self.capture(settings.max_num_batched_tokens, GraphMemory())
 
@@ -141,7 +141,7 @@ class GpuPath:
     def mask_of(self, slot: int) -> int | None:
         """Index of the smallest set of sites whose graphs compute the adapter; None = none do.
 
-        The head is in no graph, so that an adapter may do anything there.
+        No graph contains the head, so it does not matter what the adapter changes there.
         """
         entered = self.lora.tables.entered(slot)
         if not entered.in_torch <= self._heads:

@@ -35,7 +35,7 @@ class ArenaSize:
 
         Args:
             memory: of the device, with the weights loaded.
-            step_bytes: runs the largest step and says what it needs in addition to them.
+            step_bytes: runs the largest step and returns the bytes that it needs in addition.
 
         Raises:
             InvalidRequest: nothing is left, or more is asked for than the device has.
@@ -98,7 +98,7 @@ def _available_bytes(total_bytes: int) -> int:
 
 
 def _inactive_file_bytes() -> int:
-    """Page cache in this control group that Linux gives up first, such as the files of the base."""
+    """Page cache of this control group that Linux reclaims first, such as the files of the base."""
     try:
         lines = (_CGROUP / "memory.stat").read_text().splitlines()
         return int(dict(line.split() for line in lines)["inactive_file"])

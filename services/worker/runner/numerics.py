@@ -94,7 +94,7 @@ def half_wins(weight_bytes: int, is_half: bool, cpu_isa: str) -> bool:
 
 
 def set_threads(weight_bytes: int, num_ranks: int = 1) -> None:
-    """Apply `choose_threads` to this process, unless OMP_NUM_THREADS says what to do."""
+    """Apply `choose_threads` to this process, unless OMP_NUM_THREADS is set."""
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(choose_threads(weight_bytes, usable_cores() // num_ranks))
 

@@ -38,8 +38,9 @@ class PooledRows:
 def pool(
     rows: Sequence[PlannedRow], hidden: Tensor, lora: LoraBatch, scores: Scores
 ) -> PooledRows | None:
-    """Vectors of the rows that pool: of whole prompts the last hidden state or its scores, of any
-    part of a prompt the sum of its hidden states where their mean is wanted. None without any.
+    """The vectors of the rows that pool; None if there are none. They are the last hidden states of
+    complete prompts, or their scores. For requests of a mean, they are the sums of the hidden
+    states that this step computes.
 
     Args:
         rows: the contexts of a step, with which its token rows begin.

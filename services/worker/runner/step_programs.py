@@ -40,7 +40,7 @@ class Kind(NamedTuple):
 
 
 class Recorded(NamedTuple):
-    """A program, and the experts that a run of it leaves."""
+    """A program, and where each run of it notes the experts."""
 
     program: Program
     notes: RoutingNotes

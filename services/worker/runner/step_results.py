@@ -1,7 +1,7 @@
 """Turns a step's hidden states into the results of its rows.
 
-Tokens are chosen on the device and stay there for the next step to read; copies of all that the
-host wants are under way when `TokenChooser.choose` returns, and `StepResults.read` waits for them.
+Tokens are chosen on the device and stay there for the next step to read; when `TokenChooser.choose`
+returns, the copies that the host needs have begun, and `StepResults.read` waits for them.
 """
 
 from __future__ import annotations

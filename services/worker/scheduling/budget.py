@@ -59,8 +59,8 @@ class TokenBudget:
         """Tokens of each running request that does not decode, and what the step has left for
         others: prompts by arrival, those about to end before others.
 
-        Where requests wait, a prompt that the step cannot end takes no more than half: short ones
-        need not wait until a long one is through.
+        While requests wait, a prompt that the step cannot complete takes at most half, so that
+        short prompts need not wait for the end of a long one.
         """
         num_decoding = sum(not member.request.is_held for member in running.decoding)
         self.max_prompt_tokens = self._prompt_tokens_beside(num_decoding)
@@ -80,7 +80,7 @@ class TokenBudget:
         return shares, left
 
     def left_after(self, num_started: int, budget: int) -> int:
-        """The rest of `budget` in a step once requests with `num_started` tokens start."""
+        """What is left of `budget` in a step in which requests with `num_started` tokens start."""
         if not num_started:
             return budget
         return max(0, min(budget, self.max_prompt_tokens) - num_started)

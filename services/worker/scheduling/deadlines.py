@@ -24,7 +24,7 @@ from loraplex_services.worker.types.request import Request
 
 
 class Deadlines:
-    """Watches live requests. A request is looked at only at the moments at which it may be too
+    """Watches live requests. A request is checked only at the times at which it may have become too
     late."""
 
     def __init__(

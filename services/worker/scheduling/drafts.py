@@ -282,8 +282,8 @@ class KnownTokens:
         return (self.proposal,) if not found and self.proposal is not None else found
 
     def wants_proposal(self, least: float) -> bool:
-        """Whether the probability of a draft by the base's head is above `least`, or is to be
-        found out."""
+        """Whether the probability of a draft by the base's head is above `least`, or still has to
+        be measured."""
         self._num_steps_unproposed += 1
         if self.rates.proposed <= least and self._num_steps_unproposed < PROBE_STEPS:
             return False

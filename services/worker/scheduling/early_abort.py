@@ -20,7 +20,8 @@ MIN_SWEPT = 256
 """Alarms of ended requests are removed when there are more alarms than this, and more than twice as
 many as live requests."""
 CONTENDED_QUANTILE = 0.99
-"""With other requests around, a request must be nearly sure to be in time; alone, it may try."""
+"""The quantile by which a request must be in time if there are other requests. One that is alone
+may start if it could be in time in the best case."""
 
 
 @dataclass(slots=True)
@@ -52,7 +53,7 @@ def needed_s(outlook: Outlook, times: ServiceTimes, share: float) -> float:
     seconds = times.prefills.quantile(outlook.num_tokens, share)
     seconds += outlook.num_copies * times.copies.quantile(share)
     if outlook.fetched_for_s is not None:
-        # Waiting takes nothing from others, so the fastest fetch counts whatever the share.
+        # A wait costs other requests nothing, so the fastest fetch counts in every case.
         seconds += max(0.0, times.fetches.quantile(0.0) - outlook.fetched_for_s)
     return seconds
 

@@ -75,7 +75,7 @@ class Scheduler:
         self._num_changes = 0
         self._deadlines = Deadlines(cache, prefixes, (self.waiting, self._running))
         self._lost: list[tuple[Request, LoraplexError]] = []
-        """Requests that were found while planning and must be given up before the next plan."""
+        """Requests that planning has found, and that must be given up before the next plan."""
         self._next_step = 0
         self._num_in_flight = 0
         """Number of steps that were launched and have not ended."""
@@ -382,7 +382,8 @@ class Scheduler:
         return member.row(num_tokens)
 
     def _must_wait(self, request: Request, budget: int) -> bool:
-        """True for a prompt that is too long for this step while another such is computed."""
+        """True for a prompt that is too long for this step, while another such prompt is
+        computed."""
         if request.without_cache:
             return self._uncached.must_wait(request)
         if not self.budget.is_cutting or not 0 < budget < request.num_pending:

@@ -64,7 +64,7 @@ class AdapterFetcher:
 
     async def load(self, digest: str, pin: bool, *, when_fetched: bool = False) -> AdapterResidency:
         """Fetch and load an adapter ahead of requests; returns once the device has it. If the
-        engine is lost meanwhile, the next one gets an earlier pin again.
+        engine is lost in the meantime, an earlier pin is sent to the next one.
 
         Args:
             when_fetched: return once the engine was told to load it, if there is space for it. The
@@ -107,7 +107,7 @@ class AdapterFetcher:
             logger.warning("pin lost", extra={"digest": digest, "reason": error.reason})
 
     def _has_space(self, adapter: DiskAdapter) -> bool:
-        """Whether the device surely has space for an adapter whose image is known."""
+        """Whether the device is certain to have space for an adapter whose image is known."""
         load = self._status.load
         num_blocks = -(-adapter.num_pages // self._pages_per_block)
         if load.is_full or not 0 < num_blocks < load.free_blocks:
@@ -120,7 +120,8 @@ class AdapterFetcher:
         return held_bytes + adapter.num_pages * self._page_bytes <= self._max_lora_bytes
 
     def unpin(self, digest: str) -> None:
-        """Release a pin. An adapter that was to be loaded for it, and is not under way, is not."""
+        """Release a pin. An adapter that was to be loaded for it is not loaded, unless that has
+        begun."""
         was_pinned = digest in self._pins
         self._pins.discard(digest)
         self._client.send(Unpin(digest))
@@ -173,7 +174,7 @@ class AdapterFetcher:
         except LoraplexError as error:
             self._tell(FetchFailed(digest, WireError.of(error)))
             return
-        # Without a lease it may have left again since: the engine must not hear of it then.
+        # Without a lease, it may have left the disk since. The engine must not hear of it then.
         if self._disk.get(digest) is not None:
             self._status.on_disk(adapter)
             self._tell(_fetched(adapter))

@@ -93,7 +93,7 @@ class ApiServer:
         bundle: TokenizerBundle,
         grammars: GrammarChecker,
     ) -> None:
-        """Add the components that need this object themselves. Requests can run only afterwards."""
+        """Add the components that need this object. Requests can run only afterwards."""
         self._client, self._bundle, self._grammars = client, bundle, grammars
         self._engine_state = client.state
         self._fetcher = AdapterFetcher(self.status, client, source, disk, self._spawn)
@@ -229,7 +229,7 @@ class ApiServer:
                 request.has_entered = True
 
     def prefetch_copied(self, digest: str, device_bytes: int) -> None:
-        """Tell those who wait for an adapter, before the step that runs has ended."""
+        """Tell the waiters for an adapter before the current step has ended."""
         self.status.arrived(digest, device_bytes)
 
     def engine_crashed(self) -> None:

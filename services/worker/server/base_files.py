@@ -30,9 +30,9 @@ logger = logging.getLogger(__name__)
 
 MODEL_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "merges.txt")
 OTHER_FORMATS = ("*/*", "consolidated*.safetensors")
-"""Folders and Mistral's own file hold other formats of the same weights."""
+"""Subfolders and Mistral's own file, which hold the same weights in other formats."""
 SAME_TIME_S = 1e-3
-"""Largest difference between two readings of the same time as floating-point numbers."""
+"""The largest difference between two floating-point readings of the same time."""
 TOKENIZER_FILES = (
     "added_tokens.json",
     "chat_template.jinja",
@@ -136,7 +136,7 @@ def find_model(model: str, cache_folder: Path) -> Path:
     translating a GGUF file into `cache_folder`.
 
     Raises:
-        InvalidRequest: neither a folder, a GGUF file, nor a hub id that can be had.
+        InvalidRequest: it is neither a folder nor a GGUF file nor a hub id that can be downloaded.
         PermissionDenied: the hub demands that its terms are accepted.
         Unavailable: the hub cannot be reached.
     """

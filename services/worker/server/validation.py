@@ -159,8 +159,8 @@ def _check_sequences(sequences: Sequence[Sequence[int]], limits: IntakeLimits) -
 
 
 def _check_ids(field: str, token_ids: Sequence[int], limits: IntakeLimits) -> None:
-    """Raises InvalidRequest. Its message says where the first bad token id is, never which id it
-    is."""
+    """Raises InvalidRequest. The message gives the position of the first bad token id, never the id
+    itself."""
     num_ids = limits.vocab_size + limits.num_added_ids
     if token_ids and (max(token_ids) >= num_ids or min(token_ids) < 0):
         index = next(i for i, token_id in enumerate(token_ids) if not 0 <= token_id < num_ids)

@@ -18,7 +18,7 @@ class AdapterFacts(msgspec.Struct, frozen=True, array_like=True):
     alone_because: str = ""
     """The feature that keeps it from being combined with another adapter; "" = none."""
     has_gain: bool = False
-    """Whether it is DoRA, whose gains hold for a coefficient of 1 only."""
+    """Whether it is DoRA, whose gains are only right for a coefficient of 1."""
     eos_token_ids: list[int] = []
     """Token ids that end its output; empty = the base's."""
     rope_scaling: str = ""
@@ -29,4 +29,4 @@ class AdapterFacts(msgspec.Struct, frozen=True, array_like=True):
     rope_switch_len: int | None = None
     """`own_rope.switch_len_of` its own rotary embedding."""
     task: str = CAUSAL_LM
-    """The task it was trained for. Only adapters of this one generate."""
+    """The task it was trained for. Only adapters with this default generate."""

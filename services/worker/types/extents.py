@@ -45,7 +45,8 @@ def extent_sizes(num_pages: int, pages_per_block: int) -> list[int]:
 
 
 def count_most_blocks(num_pages: int, pages_per_block: int) -> int:
-    """Blocks that the extents lie in if each of the parts lies in another one."""
+    """The number of blocks that the extents lie in if every part of a block lies in a different
+    one."""
     return num_pages // pages_per_block + (num_pages % pages_per_block).bit_count()
 
 
@@ -74,11 +75,11 @@ class Extents(NamedTuple):
     """First page of each extent; `extent_sizes` has their sizes."""
 
     def holding(self, num_pages: int, pages_per_block: int) -> list[int]:
-        """First pages of the extents of a smaller image, or an equal one, that is put here: images
-        of one adapter differ between tensor-parallel ranks.
+        """The first pages of the extents of another image that is put here and is not larger: the
+        images of one adapter differ between tensor-parallel ranks.
 
-        Sizes descend, and from the first one that differs on, those of the smaller image are
-        together smaller than the extent that is there. So each of them lies within one.
+        Sizes descend. From the first one that differs on, the extents of the smaller image are
+        together smaller than the extent in that place, so each of them lies within one extent.
         """
         assert num_pages <= self.num_pages, (num_pages, self.num_pages)
         begins = extent_begins(self.num_pages, pages_per_block)

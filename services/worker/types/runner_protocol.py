@@ -81,13 +81,13 @@ class Copied:
     """Bytes of its image."""
     facts: AdapterFacts
     elapsed_s: float
-    """How long the copy takes."""
+    """Seconds that the copy takes."""
     ready_s: float
-    """After how many seconds of them steps that use it may be launched."""
+    """Seconds of the copy after which steps that use the adapter may be launched."""
     failure: BaseException | None = None
     """Why another rank could not copy it, so that it cannot be entered."""
     is_on_host: bool = False
-    """Whether its image is in pinned host memory now, from where it is copied sooner."""
+    """Whether its image is now in pinned host memory, from which the next copy is faster."""
     left_host: tuple[Path, ...] = ()
     """Folders whose images have left pinned host memory since the copy before."""
 
@@ -142,8 +142,8 @@ class Runner(Protocol):
     def copy_adapter(self, path: Path, extents: Extents, step_s: float = 0.0) -> Pending[Copied]:
         """Fill `extents`, which no step reads in the meantime, from the image in a folder.
 
-        `step_s`: how long a step takes. A copy that ends in less may be returned while it is under
-        way; the steps that use it wait for what has not been copied.
+        `step_s`: how long a step takes. A copy that ends in less may be returned while it is in
+        progress; the steps that use it then wait for the bytes that are missing.
         """
         ...
 

@@ -29,13 +29,13 @@ class PlannedRow(NamedTuple):
     """Which output of the step before is its one input token, still on the device; None = its
     tokens are known. Outputs of a step count its rows that choose a token, in order."""
     drafts: tuple[int, ...] = ()
-    """The last of the positions compute these tokens, which are not known to be the request's: one
-    is chosen before each of them, too. Without `follows` only."""
+    """The tokens of the last positions, which are guesses: the step also chooses a token before
+    each of them. Empty if `follows` is set."""
     proposes: bool = False
     """Whether the base's head is to propose a draft for the next step."""
 
     def num_right(self, chosen: Sequence[int | None]) -> int:
-        """How many of the first drafts equal the tokens that were chosen in their places."""
+        """How many drafts, from the first on, equal the tokens that were chosen in their places."""
         pairs = zip(self.drafts, chosen, strict=False)
         return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 

@@ -1,7 +1,7 @@
-"""The parts of an image that depend on the base's weights: DoRA's gains, and differences from
-weights.
+"""Computes the parts of an image that depend on the base's weights: DoRA gains, and differences
+from these weights.
 
-Computed in the engine process, concurrently with steps, once for each image.
+This happens in the engine process, concurrently with steps, once for each image.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ TORCH_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float
 GAIN_CHUNK_ROWS = 1024
 """Rows of W + s B A that exist at once while a DoRA gain is computed."""
 TABLE_CHUNK_ROWS = 8192
-"""Rows of a saved weight compared with the base's at a time."""
+"""Rows of a saved weight that are compared with the base's at a time."""
 
 
 class SiteValues:
@@ -43,8 +43,8 @@ class SiteValues:
 
     @torch.inference_mode()
     def changed_rows(self, module: AdapterModule, read: Read) -> ChangedRows | None:
-        """The rows that differ from the base's, whatever the module has: single rows, a whole
-        weight, or the table under its LoRA matrices, which usually equals the base's."""
+        """The rows of the module's weight that differ from the base's. The module has single rows,
+        a complete weight, or the table under its LoRA matrices, which usually equals the base's."""
         with torch.cuda.stream(self._stream):
             return self._changed_rows(module, read)
 
@@ -59,7 +59,7 @@ class SiteValues:
             begin = 0 if site.kind == EMBEDDING else site_range.out_begin
             num_own = site.in_features if site.kind == EMBEDDING else site_range.out_features
             base = self._sites.linears[site_range.site_id]
-            if module.full is None:  # a copy of what was published, whatever it is here
+            if module.full is None:  # a copy of the published, unquantised weight
                 base = self._sites.published.get(site_range.site_id, base)
             own = _Rows(base, begin, num_own)
             changed = _difference(tensor_of(read(weight)).to(self._dtype), own, self._dtype)
@@ -103,7 +103,7 @@ class _Rows:
     def __init__(
         self, base: WeightRows, begin: int, num_own: int, changed: ChangedRows | None = None
     ) -> None:
-        """The base's rows from `begin` on, `num_own` of them if the base has as many."""
+        """Up to `num_own` of the base's rows, from `begin` on."""
         self._base = base
         self.begin = begin
         self.num_own = min(num_own, base.out_features - begin)

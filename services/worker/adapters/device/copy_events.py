@@ -11,7 +11,7 @@ from loraplex_services.worker.adapters.pack.image import ImageIndex
 
 
 class StallTimer:
-    """Measures how long the stream of the steps has waited for copies."""
+    """Measures how long the stream of the steps waits for copies."""
 
     def __init__(self, now: Callable[[], Event]) -> None:
         """`now` makes an event in the current stream."""
@@ -20,7 +20,7 @@ class StallTimer:
         self._known_s = 0.0
 
     def wait(self, copied: Event) -> None:
-        """Let the current stream wait, and note when it begins to."""
+        """Make the current stream wait, and record when the wait begins."""
         self._waits.append((self._now(), copied))
         copied.wait()
 
@@ -35,11 +35,10 @@ class StallTimer:
 
 
 class CopyEvents:
-    """Lets the step's stream wait, site by site, for what it is about to read.
+    """Makes the stream of the steps wait, site by site, for the bytes that it is about to read.
 
-    Extents are copied in the order of the image, with events in between, so that waiting for one
-    is waiting for all before it; what the step's stream has waited for once, it need not wait for
-    again.
+    Extents are copied in the order of the image, with an event after each, so waiting for one
+    extent also waits for all extents before it. The stream waits for each extent only once.
     """
 
     def __init__(self, index: ImageIndex, events: Sequence[Event], stalls: StallTimer) -> None:

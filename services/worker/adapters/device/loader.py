@@ -61,7 +61,8 @@ class AdapterLoader:
         """
         Args:
             ropes: of the model, with a row reserved for each slot.
-            host: what copies go through; None = from the page cache straight into the arena.
+            host: pinned memory that copies go through; None = they go straight from the page cache
+                into the arena.
             executors: for copies and for packing, one thread each; None = threads of its own.
         """
         self.table = AdapterTable(arena)

@@ -30,12 +30,12 @@ from loraplex_services.worker.native.pages import huge_pages
 from loraplex_services.worker.types.extents import extent_lengths
 
 CHUNK_BYTES = 8 << 20
-"""Bytes that one thread reads at a time, that one copy takes to the device, and that an event
-follows. Smaller chunks arrive a little sooner, but each takes Python's lock from the engine's
-thread a few times."""
+"""Bytes that one thread reads at a time, that are copied to the device together, and that are
+followed by an event. Smaller chunks arrive a little sooner, but each takes the GIL from the
+engine's thread a few times."""
 MAX_READERS = 12
-"""Most threads that read one image. One thread reads 84 MB from the page cache in 16 ms next to an
-H200, eight in 3.2 and twelve in 2.7 ms. The GPU copies as many bytes in 1.6 ms."""
+"""The most threads that read one image. One thread reads 84 MB from the page cache in 16 ms next to
+an H200, eight in 3.2 and twelve in 2.7 ms. The GPU copies as many bytes in 1.6 ms."""
 
 
 class CopyChunk(NamedTuple):
@@ -72,7 +72,7 @@ def cut(lengths: Sequence[int], sources: Sequence[int], targets: Sequence[int]) 
 
 
 class CopyForecast:
-    """Predicts when copies will be done, from the rate of earlier ones. Pure arithmetic."""
+    """Predicts when copies will end, from the rate of earlier ones. Pure arithmetic."""
 
     def __init__(self) -> None:
         self._s_per_byte: float | None = None

@@ -32,11 +32,11 @@ from loraplex_services.worker.adapters.pack.pack_messages import DAMAGED_IMAGE
 MANIFEST_FILE = "manifest.json"
 MAX_QUARANTINED = 8
 DEFAULT_SHARE = 0.25
-"""Share of the space that is free or its own, which the cache may use by default."""
+"""The share that the cache may use by default, of the free space and its own together."""
 MIN_DEFAULT_BYTES = 4 << 30
 """Smallest default size, however full the disk is."""
 MAX_ADAPTERS = 16_384
-"""The engine and every gateway know each adapter on disk, at 1 to 2 KiB of memory in each."""
+"""The engine and every gateway keep 1 to 2 KiB in memory for each adapter on disk."""
 
 
 @dataclass(frozen=True, slots=True)

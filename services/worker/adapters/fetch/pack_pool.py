@@ -93,7 +93,7 @@ class PackPool:
             "loraplex_services.worker.adapters.pack.pack_process",
             max_line_bytes=MAX_LINE_BYTES,
             shows_errors=True,
-            nice=0,  # a request waits for it, while steps of others may take all cores
+            nice=0,  # a request waits for the result while the steps of others may use all cores
         )
         self._processes.add(process)
         if self._is_closed:  # in the meantime

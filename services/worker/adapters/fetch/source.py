@@ -3,8 +3,8 @@
 The manifest is verified against the digest. Then a separate process (`pack_pool.py`) verifies the
 tensors against the manifest, validates the adapter against this worker's base, and packs it into
 the image that the engine copies, after which the tensors are deleted. Folders of an earlier run are
-verified when they are first requested. What they hold for another layout is fetched again, or
-packed again if its tensors are still there.
+verified when they are first requested. An adapter that was packed for another layout is packed
+again if its tensors are still there, and fetched again otherwise.
 """
 
 from __future__ import annotations

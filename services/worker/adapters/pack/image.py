@@ -133,12 +133,12 @@ class PackedAdapter:
         return hasher.digest()
 
     def _tail(self) -> tuple[bytes, bytes, memoryview]:
-        """All that the hash is of: index, zeros, extents."""
+        """Everything that the hash covers: index, zeros, extents."""
         index = msgspec.msgpack.encode(self.index)
         return index, bytes(-(_INDEX_BEGIN + len(index)) % ALIGN_BYTES), self._data
 
     def write(self, path: Path) -> None:
-        """Appears at `path` whole or not at all."""
+        """Write the file, which appears at `path` complete or not at all."""
         tail = self._tail()
         head = MAGIC + len(tail[0]).to_bytes(_LENGTH_BYTES, "little") + self.sha256
         scratch = path.with_name(f".{secrets.token_hex(8)}")

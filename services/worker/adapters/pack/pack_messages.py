@@ -9,7 +9,7 @@ from loraplex_services.worker.types.adapter_layout import AdapterLayout
 from loraplex_services.worker.types.messages import WireError
 
 DAMAGED_IMAGE = "damaged-image"
-"""Name that an image gets whose bytes are not those that were written."""
+"""The name that a damaged image is given."""
 
 
 class PackSetup(msgspec.Struct, frozen=True):

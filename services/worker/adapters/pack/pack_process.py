@@ -44,8 +44,8 @@ def main() -> None:
 
 
 def prepare(folder: Path, sha256: str, packer: Packer) -> int:
-    """Make sure of the images of all ranks, verified or made from the verified file. Returns the
-    pages of the largest, or 0.
+    """Verify the images of all ranks, or make them from the verified file. Returns the pages of the
+    largest, or 0.
 
     A damaged image is renamed and made again.
 

@@ -57,7 +57,7 @@ class ChangedRows:
 
 
 class BaseValues(Protocol):
-    """Values that follow from an adapter and the base together."""
+    """Computes values that depend on an adapter and on the base."""
 
     def changed_rows(self, module: AdapterModule, read: Read) -> ChangedRows | None:
         """The rows of a weight that the module replaces; None if there are none."""
@@ -185,7 +185,7 @@ class Packer:
         return value
 
     def _value(self, part: Part, site_id: int, read: Read) -> Values:
-        """The matrix to be packed, in the type to be packed in, unless that is an integer."""
+        """The matrix to be packed, in its packed type unless that is an integer."""
         module, kind = part.module, self.layout.sites.sites[site_id].kind
         if part.role is Role.A:
             stacked = self._matrix(module.embedding_a or module.a, kind == EMBEDDING, kind, read)
@@ -218,7 +218,7 @@ _ALONE = {
     Role.NORM: "trains norms",
     Role.ROWS: "replaces weights of the base",
 }
-"""Why an adapter with such a part combines with no other."""
+"""Why an adapter with such a part cannot be combined with others."""
 
 
 def _head_rows(module: AdapterModule, read: Read) -> ChangedRows:

@@ -1,8 +1,8 @@
 """Assigns the matrices of an adapter to positions in its extents. Pure arithmetic.
 
-Matrices are cut into tiles of at most 16 rows; rows longer than a block are cut by columns
-first. A tile starts at a multiple of 64 bytes and never crosses an extent, so an adapter
-needs no two extents next to each other.
+Matrices are cut into tiles of at most 16 rows; rows longer than a block are cut by columns first. A
+tile starts at a multiple of 64 bytes and never crosses the end of an extent, so the extents of an
+adapter need not be adjacent.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class TileLayout:
         num_bytes = blocks.num_bytes
         num_blocks, rest = divmod(num_bytes, self._block_bytes)
         num_pages = num_blocks * self._pages_per_block + -(-rest // self._page_bytes)
-        # What lies in whole blocks stays; only the rest is packed again.
+        # The contents of complete blocks stay; only the rest is packed again.
         first = bisect_right(ends, num_blocks * self._block_bytes)
         while num_pages % self._pages_per_block:
             begin = ends[first - 1] if first else 0

@@ -121,7 +121,7 @@ class FlashInferMetadata(TritonAttentionMetadata):
     _wrappers: dict[Kind, Any] = field(init=False, default_factory=dict)
 
     def create_cuda_graph_metadata(self, inputs: StaticInputs) -> TritonAttentionMetadata:
-        """Refused: see the module."""
+        """Refused: see the docstring of the module."""
         AttentionMetadata.create_cuda_graph_metadata(self, inputs)
         raise AssertionError("refused")
 

@@ -208,7 +208,7 @@ class RecordBuilder:
         self._relocate(A_WORD, a)
         self._relocate(B_WORD, b)
         out_begin, out_end = max(b.col_begin, part.begin), min(b.col_end, part.end)
-        # Scales are counted from 1 until it is known where they begin: 0 = none.
+        # Until their start is known, scales are counted from 1: 0 = none.
         scales = (len(self._scales) + begin + 1) * FLOAT32_BYTES if site.scales else 0
         self._records.append(
             [

@@ -15,7 +15,7 @@ from loraplex_services.worker.ops.lora.device_tables import DeviceTables
 from loraplex_services.worker.ops.lora.runs import RowRun
 from loraplex_services.worker.ops.lora.tables import DeltaTable
 
-if TYPE_CHECKING:  # Triton is not everywhere
+if TYPE_CHECKING:  # Triton may not be installed
     from loraplex_services.worker.ops.lora.long_runs import LongWork
     from loraplex_services.worker.ops.lora.step_work import StepWork
 
@@ -89,7 +89,7 @@ class LoraBatch:
 
     @cached_property
     def _may_replace_rows(self) -> bool:
-        """False if no adapter replaces rows of any weight, which is the usual case."""
+        """Whether some adapter replaces rows of a weight; usually none does."""
         if self.tables is not None:
             return any(self.tables.entered(run.slot).in_torch for run in self.runs)
         if self.records is not None:

@@ -39,12 +39,12 @@ TILINGS_HALF = (
     GroupedTiling(64, 128, 64, 4, 3, 2),
     GroupedTiling(128, 128, 32, 8, 4, 2),
 )
-"""For bfloat16 and float16: few pairs an expert, where weights are what is read; some; many. The
-first is what plain products of one to sixteen rows ran fastest with on an H200; the others were not
-measured."""
+"""For bfloat16 and float16, with few, some and many pairs per expert. With few pairs, most of the
+time goes into reading weights. The first was the fastest for plain products of 1 to 16 rows on an
+H200; the others were not measured."""
 TILINGS_FLOAT32 = (GroupedTiling(16, 32, 64, 4, 3, 2), GroupedTiling(32, 64, 32, 4, 3, 2))
 FEW_PAIRS, SOME_PAIRS = 16, 96
-"""An expert's pairs on average up to which the first tiling and the second serve."""
+"""The mean numbers of pairs per expert up to which the first and the second tiling are used."""
 
 
 def tilings(dtype: torch.dtype) -> tuple[GroupedTiling, ...]:

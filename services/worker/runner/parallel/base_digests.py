@@ -1,4 +1,4 @@
-"""Digests of a base's files, by which ranks find out that all of them have the same base."""
+"""Digests of a base's files, by which ranks check that all of them have the same base."""
 
 from __future__ import annotations
 

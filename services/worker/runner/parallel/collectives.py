@@ -22,7 +22,7 @@ from loraplex_services.worker.types.sharding import Shard
 
 COLLECTIVE_TIMEOUT_S = 300.0
 """Time limit of one collective in seconds. The ranks run the same step and wait for the slowest; a
-rank that ends is noticed at once."""
+rank that ends is noticed immediately."""
 
 
 @dataclass(slots=True)

@@ -175,7 +175,7 @@ class Followers:
         return None
 
     def refuse(self, error: LoraplexError) -> None:
-        """Tell the other ranks why the group cannot be. They end."""
+        """Tell the other ranks why the group cannot form. They then end."""
         self._is_closing = True
         with contextlib.suppress(RankLost):
             self.send(Refuse(WireError.of(error)))
@@ -199,8 +199,9 @@ class Followers:
     ) -> Future[CopiedImage]:
         """Have all ranks fill `extents` from their images; `own` is this rank's copy.
 
-        Returns: what ends when the last rank is done, with the error of one if any failed: as the
-            copy's `failure` if this rank's own may still be under way.
+        Returns: the copy of the group, which is done when the last rank is. If any rank failed, it
+            has the error of one of them: as its `failure` if this rank's own copy may still be in
+            progress.
         """
         with self._lock:
             self._num_copies += 1
@@ -242,7 +243,7 @@ class Followers:
         return None if copy is None else image_path(copy.path, self._fingerprints[rank])
 
     def _take(self, rank: int, reply: Reply) -> None:
-        """Take a reply in, on the rank's thread."""
+        """Process a reply, on the rank's thread."""
         if isinstance(reply, CopyDone):
             error = None if reply.error is None else reply.error.to_error()
             self._copied(reply.copy_id, error)

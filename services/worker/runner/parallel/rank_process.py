@@ -1,8 +1,8 @@
 """A rank that follows rank 0: `python -m loraplex_services.worker.runner.parallel.rank_process`.
 
 It has its part of the base and of every adapter, and does what rank 0 does, in the same order. It
-knows no prompts. It ends when rank 0 hangs up. Ranks of rank 0's machine are started by
-`Followers`, those of other machines by `server.node`.
+knows no prompts. It ends when rank 0 closes the connection. Ranks of rank 0's machine are started
+by `Followers`, those of other machines by `server.node`.
 """
 
 from __future__ import annotations
@@ -205,7 +205,7 @@ def _end_with(rank_zero: RankSocket) -> None:
         poll = select.poll()
         poll.register(rank_zero.fileno(), select.POLLRDHUP)
         poll.poll()
-        time.sleep(LAST_WORDS_S)  # the last orders may say why
+        time.sleep(LAST_WORDS_S)  # the last messages may give the reason
         os._exit(0)
 
     if hasattr(select, "POLLRDHUP"):  # Linux

@@ -41,7 +41,7 @@ class ImageSender:
         hang_up(self._socket)
 
     def _serve(self) -> None:
-        with contextlib.suppress(OSError):  # the rank has gone, which its other connection tells
+        with contextlib.suppress(OSError):  # the rank has gone, which its other connection reports
             while True:
                 self._answer(*_ASK.unpack(receive(self._socket, _ASK.size)))
 
@@ -97,4 +97,4 @@ class RemoteBytes:
         return int(count)
 
     def close(self) -> None:
-        """The connection stays, for the next copy."""
+        """Does nothing: the next copy uses the same connection."""

@@ -60,7 +60,7 @@ class Rendezvous:
     """Rank 0's end."""
 
     def __init__(self, nodes: Nodes, token: str) -> None:
-        """Listen. Raises InvalidRequest if the port cannot be had."""
+        """Listen. Raises InvalidRequest if the port is not available."""
         self._token = token
         self._joined: queue.SimpleQueue[tuple[Join, RankSocket]] = queue.SimpleQueue()
         self._handshakes = threading.BoundedSemaphore(MAX_HANDSHAKES)
@@ -116,7 +116,7 @@ class Rendezvous:
         return found
 
     def close(self) -> None:
-        """Listen no longer."""
+        """Stop listening."""
         hang_up(self._listener)
 
     def _accept(self) -> None:
@@ -210,7 +210,7 @@ def prove_rank(end: socket.socket, token: str) -> bool:
 
 
 def receive(end: socket.socket, num_bytes: int) -> bytes:
-    """Exactly that many bytes. Raises OSError."""
+    """Read exactly that many bytes. Raises OSError."""
     data = b""
     while len(data) < num_bytes:
         part = end.recv(num_bytes - len(data))
@@ -256,7 +256,7 @@ def _is_literal(host: str) -> bool:
 
 
 def _tune(end: socket.socket) -> None:
-    """Send small messages at once, and notice machines that are lost."""
+    """Send small messages without delay, and notice machines that are lost."""
     end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER_BYTES)
     end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
