@@ -102,8 +102,8 @@ def _decoder(cls: Any) -> msgspec.json.Decoder[Any]:
 
 
 async def find(store: ObjectStore, key: str, cls: type[R]) -> StoredDocument[R] | None:
-    """The document under `key`, or None. Raises DataLoss if it is damaged, as all reads do that do
-    not say otherwise."""
+    """The document under `key`, or None. Raises DataLoss if it is damaged, as do all reads here
+    unless they say otherwise."""
     try:
         stored = await store.get(key)
     except ObjectMissing:
@@ -219,7 +219,7 @@ async def _written(
     durable: bool,
     after: After,
 ) -> bool:
-    """Whether a document was created, or replaced by `wanted`; False if it did not come to that.
+    """Whether a document was created, or replaced by `wanted`; False if another writer came first.
     Raises PreconditionFailed if it is no longer as it was found, and WriteUncertain."""
     data = encode(wanted)
     try:

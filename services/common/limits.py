@@ -29,7 +29,7 @@ class MethodLimits:
     """Most calls that the keys of one tenant may have open at one process; 0 = no limit. Services
     and callers without auth are not limited."""
     num_calls: int = 0
-    """Number of calls as which one call counts in its tenant's rate; 0 = it is not counted."""
+    """Number of calls that one call counts as in its tenant's rate; 0 = it is not counted."""
 
 
 DEFAULT = MethodLimits(max_calls_per_tenant=1024)
@@ -91,10 +91,10 @@ TEXT_BYTES_PER_CALL = 4 * KIB
 """A request for the tokens of a text, or for the text of tokens, counts as one call, and as one
 more for each of these."""
 REFUSED_CALLS = 5
-"""Number of calls as which a refused request for tokens counts. Otherwise nothing would bound the
+"""Number of calls that a refused request for tokens counts as. Otherwise nothing would bound the
 number of refusals."""
 USAGE_CALLS = 20
-"""Number of calls as which a report of usage counts."""
+"""Number of calls that a report of usage counts as."""
 
 DOCUMENTS_PER_CALL = 20
 """Versions and tags that a registry reads for each call that a call counts as. If there are more,
@@ -271,10 +271,10 @@ MAX_STORED_FILE_BYTES_PER_TENANT = 10240 * MIB
 """Most bytes of all files of a tenant, results of batch jobs included."""
 MAX_FILES_PER_TENANT = 10_000
 MAX_FILE_UPLOADS = 16
-"""Most that one gateway receives at the same time; each takes up to 16 MiB of memory."""
+"""Most files that one gateway receives at the same time; each takes up to 16 MiB of memory."""
 MAX_FILE_UPLOADS_PER_TENANT = 4
 MAX_FILE_DOWNLOADS = 64
-"""Most that one gateway sends at the same time; each takes up to 2 MiB of memory."""
+"""Most files that one gateway sends at the same time; each takes up to 2 MiB of memory."""
 MAX_FILE_DOWNLOADS_PER_TENANT = 16
 """Most downloads of one tenant; as many more may wait."""
 MAX_FOLDER_LOADS = 4

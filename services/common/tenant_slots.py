@@ -58,7 +58,7 @@ class TenantSlots:
             raise
 
     def take_free(self, tenant: str) -> bool:
-        """Take a slot if the tenant may have one at once; whether it did."""
+        """Take a slot if the tenant may have one immediately. Returns whether it did."""
         is_free = self._num_free > 0 and self._held[tenant] < self._most_held
         if is_free:
             self._num_free -= 1

@@ -156,7 +156,7 @@ def parse_store_url(text: str) -> str:
 
 
 def parse_model(text: str) -> str:
-    """A folder, a file or a hub id, whatever it is; an `s3://` address must have a bucket."""
+    """A folder, a file or a hub id, which is not checked; an `s3://` address must have a bucket."""
     model = parse_text(text)
     if model.startswith("s3://") and not urlsplit(model).netloc:
         raise ValueError("must be s3://BUCKET/PREFIX, a folder, a GGUF file or a hub id")

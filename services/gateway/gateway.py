@@ -326,7 +326,8 @@ class Gateway:
             self._end_with(error)
 
     def _task_ended(self, task: asyncio.Task[None]) -> None:
-        """Stop a gateway of which a part failed: a restart mends it, and going on would hide it."""
+        """Stop a gateway when a part of it has failed: a restart repairs it, and continuing would
+        hide it."""
         if not task.cancelled() and (error := task.exception()) is not None:
             self._end_with(error)
 

@@ -33,8 +33,8 @@ MAX_DELAYED = 1000
 
 
 class CallRates:
-    """The generic cell rate algorithm of ATM networks: for each tenant, the time up to which its
-    calls have used its rate."""
+    """The generic cell rate algorithm of ATM networks, which keeps for each tenant the time up to
+    which its calls have used its rate."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now

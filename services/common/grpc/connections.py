@@ -21,7 +21,7 @@ _NO_ADDRESS = struct.pack("H14x", socket.AF_UNSPEC)
 """Connecting to it resets a connection and drops what has arrived. gRPC would still read this after
 a shutdown."""
 _libc = ctypes.PyDLL(None)
-"""Keeps the interpreter's lock during a call: other threads would hold it for long each time."""
+"""Keeps the GIL during a call: other threads would hold it for long each time."""
 _DROP = ctypes.create_string_buffer(struct.pack("HBBI", 6, 0, 0, 0))
 """A filter of one instruction, "return 0": the packet is dropped."""
 

@@ -296,8 +296,8 @@ def _wrapped_stream(
 async def _while_identified(
     responses: AsyncIterator[Any], call: _Call, context: Context
 ) -> AsyncIterator[Any]:
-    """Yield responses until the caller's key ends. If nobody can say whether it has ended, because
-    Redis or the registry is away, the stream goes on.
+    """Yield responses until the caller's key ends. While that cannot be checked, because Redis or
+    the registry is unavailable, the stream continues.
 
     Raises: Unauthenticated or PermissionDenied, as a new call of the caller would.
     """

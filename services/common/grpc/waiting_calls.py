@@ -71,7 +71,7 @@ class WaitingCalls:
         self._with_key: Recent[str, bool] = Recent(_MAX_PEERS)
         self._folder = ""
         """A private folder with the socket for the server's own calls. It is removed when this
-        object is collected or the process ends, however far the server came, unless it is
+        object is collected or the process ends, even after a failed start, unless the process is
         killed."""
         self._server_id = 0
         self._unread: deque[str] = deque()
@@ -198,7 +198,7 @@ class WaitingCalls:
 
 
 class _Growth:
-    """Says when calls may have come to wait."""
+    """Tells when calls may be waiting."""
 
     def __init__(self) -> None:
         self._from_bytes = 0

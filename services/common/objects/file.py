@@ -64,7 +64,7 @@ class FileStore:
         self._temporary = root / ".tmp"
         self._locks = root / ".locks"
         self._clock = self._temporary / "clock"
-        """Kept, because ext4 looks long for an inode where many were just deleted."""
+        """Kept, because ext4 takes long to find an inode where many were just deleted."""
         self._writers = ThreadPoolExecutor(_NUM_WRITERS, "object-writes")
         try:
             # Weights are private, and documents contain hashes of keys.
@@ -77,7 +77,7 @@ class FileStore:
             sync_folder(root)
             self._sweep_temporary()
         except OSError as error:
-            # Workers only read: they may have the folder without the right to write.
+            # Workers only read: they may have the folder without write permission.
             if error.errno != errno.EROFS or not root.is_dir():
                 raise ObjectStoreError(f"{root}: {error.strerror}") from error
 
@@ -366,7 +366,8 @@ class _FileWriter:
             write_all(self._file.fileno(), chunk)
 
     async def _synced(self) -> None:
-        """Wait for the disk. Raises where it failed: the next sync would not tell again."""
+        """Wait for the disk. Raises if the sync failed, which the next sync would not report
+        again."""
         if self._syncing is not None:
             await asyncio.wait([self._syncing])
             self._syncing.result()

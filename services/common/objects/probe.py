@@ -22,15 +22,15 @@ _RACERS = 8
 
 
 class UnsafeStore(LoraplexError):
-    """The store lacks a promise that publishing rests on."""
+    """The store lacks a guarantee that publishing relies on."""
 
     reason = "UNSAFE_OBJECT_STORE"
 
 
 async def probe(store: ObjectStore) -> None:
-    """Try every promise that publishing rests on, on objects under `probe/`.
+    """Try every guarantee that publishing relies on, with objects under `probe/`.
 
-    Tells the store what its server understands: the form of etags, and whether it checks uploads.
+    Tells the store what its server supports: the form of etags, and whether it checks uploads.
 
     Raises:
         UnsafeStore: naming the check that failed.

@@ -241,8 +241,9 @@ class S3Store:
         return {"IfMatch": f'"{etag}"' if self.quote_etags else etag}
 
     def _put_conditional(self, key: str, data: bytes, condition: dict[str, Any]) -> str:
-        """Write under a condition. What was damaged on its way is written again, unless somebody
-        else has replaced it since; nobody may find it after an error if it was to be created."""
+        """Write under a condition. An object that was damaged in transit is written again, unless
+        somebody else has replaced it since. If it was to be created, nobody may find it after an
+        error."""
         etag = self._put_once(key, data, condition)
         error: Exception = self._damaged(key)
         for _ in range(1, _ATTEMPTS):
@@ -350,7 +351,7 @@ class S3Store:
         self._client.delete_object(**self._at(key))
 
     def _delete_if_older(self, key: str, modified_s: float) -> bool:
-        """Most servers tell times in whole seconds, so they are compared as such."""
+        """Most servers report times in whole seconds, so they are compared as such."""
         for left in reversed(range(_ATTEMPTS)):
             info = self._head(key)
             if info is not None and int(info.modified_s) > int(modified_s):

@@ -59,7 +59,7 @@ _EXPLANATIONS = {
 
 
 def explained(error: ClientError | BotoCoreError | OSError) -> str:
-    """Say what went wrong, with the way out for the mistakes of a first start."""
+    """Say what went wrong, with the remedy for common mistakes of a first start."""
     code = code_of(error) if isinstance(error, ClientError) else ""
     return f"{_EXPLANATIONS[code]} ({code})" if code in _EXPLANATIONS else str(error)
 

@@ -51,9 +51,9 @@ class PreconditionFailed(ObjectStoreError):
 
 
 class WriteUncertain(ObjectStoreError):
-    """The server failed a conditional write, and the object is not what was to be written: it never
-    was, or it was and another writer changed it since. Some servers say so to the losers of a
-    race."""
+    """A conditional write failed at the server, and the object differs from what was to be written:
+    the write had no effect, or another writer has changed the object since. Some servers answer
+    this to the losers of a race."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +166,7 @@ class ObjectStore(Protocol):
         of the store within seconds may bring it back."""
 
     async def delete_if_older(self, key: str, modified_s: float) -> bool:
-        """Remove an object unless it was written after `modified_s`; say whether it is gone."""
+        """Remove an object unless it was written after `modified_s`. Returns whether it is gone."""
 
     async def clock_s(self) -> float:
         """The time of the store's own clock, which also sets `modified_s`, in unix seconds."""

@@ -47,7 +47,7 @@ def calm_collector() -> None:
     """Exclude the objects that exist now from garbage collection. Call it once a service has
     started.
 
-    Walking all modules and tables would stop the event loop for tens of milliseconds.
+    Visiting all modules and tables would stop the event loop for tens of milliseconds.
     """
     gc.collect()
     gc.freeze()

@@ -50,7 +50,8 @@ class TlsFiles:
         return Rotation(self.ca, pair=pair)
 
     def channel(self) -> grpc.ChannelCredentials | None:
-        """Credentials to call other services with, None without a CA: they are called in plain."""
+        """Credentials to call other services with; None without a CA, where calls are not
+        encrypted."""
         if self.ca is None:
             return None
         return grpc.ssl_channel_credentials(
@@ -77,7 +78,7 @@ def tls_files(environ: Mapping[str, str]) -> TlsFiles:
             missing.name, "", "a certificate and its key go together; set both"
         )
     ca = _file(environ, env.CA)
-    # gRPC would only say that it cannot listen.
+    # gRPC would only report that it cannot listen.
     if ca is not None:
         with _named(env.CA, ca, "must be a PEM certificate"):
             ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_verify_locations(ca)

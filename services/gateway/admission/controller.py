@@ -203,7 +203,7 @@ class AdmissionController:
             for request in started:
                 waiter = self._waiters[request.number]
                 if waiter.done():
-                    # Its client left in this same moment, and the task has not run since.
+                    # Its client has just left, and the task has not run since.
                     self._removed.add(request.number)
                     self.queue.release(request, 0.0)
                 else:

@@ -145,7 +145,7 @@ class LocalRateLimitStore:
         return min(want, max(limit // self.num_gateways, 1))
 
     async def run(self) -> None:
-        """Returns at once: nothing changes by itself."""
+        """Returns immediately: nothing changes by itself."""
 
     async def close(self) -> None:
         """There is nothing to close."""

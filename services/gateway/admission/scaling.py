@@ -33,7 +33,7 @@ class ScalingSignals(Collector):
         REGISTRY.unregister(self)
 
     def describe(self) -> Iterable[GaugeMetricFamily]:
-        """No names claimed: a process of tests may hold several gateways."""
+        """Claims no names, because a test process may contain several gateways."""
         return ()
 
     def collect(self) -> Iterable[GaugeMetricFamily]:

@@ -15,7 +15,7 @@ from loraplex_services.gateway.admission.request import AdmissionRequest
 from loraplex_services.gateway.admission.rising_heap import RisingHeap, SortKey
 
 Requests = OrderedDict[int, AdmissionRequest]
-"""Requests by number, oldest first. A client that leaves may take a thousand out of the middle."""
+"""Requests by number, oldest first. A client that leaves may remove a thousand from the middle."""
 Flow = tuple[bool, Hashable]
 """Whether its requests await a fetch, and their adapters."""
 

@@ -78,7 +78,7 @@ class BatchBook:
         return [(owner, batch_id) for owner, _, batch_id in pairs]
 
     async def forget(self, tenant: str, batch_id: str) -> None:
-        """Say that no gateway need look at a batch job any more."""
+        """Note that no gateway need look at a batch job any more."""
         store = await self._storage.store()
         await store.delete(layout.unfinished(tenant, batch_id))
 

@@ -33,7 +33,7 @@ from loraplex_services.gateway.metrics import BATCHES
 
 _DELETES_AT_ONCE = 16
 _LINES_AT_ONCE = 100
-"""Skipped lines that are named before others have the event loop."""
+"""Skipped lines that are named before the event loop does other work."""
 _SKIPPED: Mapping[str, BatchError] = {
     CANCELLED: BatchError("batch_cancelled", "its batch job was cancelled before it ended"),
     EXPIRED: BatchError("batch_expired", "its batch job expired before it ended"),

@@ -5,7 +5,7 @@ files/<tenant>/contents/<file id>/<%06d>       its bytes, in segments of one siz
 batches/<tenant>/documents/<batch id>.json     what a batch job is and how far it is
 batches/<tenant>/results/<batch id>/<%06d>     the result of one line, until the batch job has ended
 batches/<tenant>/results/<batch id>/skipped    the lines that get none, until then
-unfinished-batches/<tenant>/<batch id>         says that a gateway must look at it
+unfinished-batches/<tenant>/<batch id>         marks a batch job that has not ended
 """
 
 from __future__ import annotations

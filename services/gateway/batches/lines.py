@@ -72,8 +72,8 @@ def _lines_of(data: bytes) -> Iterator[bytes]:
 
 
 class CustomIds:
-    """The custom_ids of the lines of a batch job. Those that a tenant may send take 100 MB, their
-    digests 5."""
+    """The custom_ids of the lines of a batch job, kept as digests: the ids themselves may take 100
+    MB, their digests 5 MB."""
 
     def __init__(self) -> None:
         self._digests: set[bytes] = set()

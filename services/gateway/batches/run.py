@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 RENEW_S = 5.0
 _LINES_AT_ONCE = 1000
-"""Lines that are counted before others have the event loop."""
+"""Lines that are counted before the event loop does other work."""
 
 
 class LostBatch(Exception):
@@ -107,7 +107,7 @@ class BatchRun:
             except Unauthenticated as error:
                 await self._end_as(FAILED, BatchError("invalid_api_key", error.message))
             except LoraplexError:
-                pass  # the registry is away; what was valid stays so for now
+                pass  # the registry is unavailable; a key that was valid stays so for now
 
     def _renewed(self, record: BatchRecord) -> BatchRecord:
         """The batch job with the newest counts. At the end they are counted again."""

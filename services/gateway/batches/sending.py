@@ -1,4 +1,5 @@
-"""Gets the lines of a batch job a result: sends them, perhaps again, and stores what comes back."""
+"""Gets a result for each line of a batch job: sends the lines, repeats some, and stores the
+answers."""
 
 from __future__ import annotations
 
@@ -28,8 +29,8 @@ from loraplex_services.gateway.metrics import BATCH_REQUESTS
 logger = logging.getLogger(__name__)
 
 _MAX_ATTEMPTS = 3
-"""Most attempts for a line that a server failed. One that came at a bad time is sent until the job
-expires."""
+"""The most attempts for a line that fails on a server. A line that is refused with a retry hint is
+sent again until the job expires."""
 _MAX_WAIT_S = 30.0
 _STORE_RETRY_S = 1.0
 
@@ -90,10 +91,10 @@ class LineSender:
                 task.cancel()
 
     async def send(self, lines: AsyncIterator[bytes | None], done: Collection[int]) -> None:
-        """Get all lines a result, except those with the indices `done`, which have one, and those
+        """Get a result for each line, except for the indices `done`, which have one, and for lines
         that `stop` gives up.
 
-        Cancelling it cancels what is on its way.
+        Cancelling it cancels the requests in flight.
         """
         index = 0
         try:
@@ -131,7 +132,7 @@ class LineSender:
         task = asyncio.create_task(self._finish(line, num_bytes))
         self._tasks.add(task)
         task.add_done_callback(self._task_ended)
-        await asyncio.sleep(0)  # one that is cancelled before it begins would release nothing
+        await asyncio.sleep(0)  # a task that is cancelled before it begins would release nothing
 
     async def _acquired(self, num_bytes: int) -> bool:
         """Wait until a line may be sent; False once lines are no longer sent."""
@@ -164,7 +165,7 @@ class LineSender:
         return line
 
     async def _finish(self, line: Line, held_bytes: int) -> None:
-        """Get one line a result. `held_bytes`: what it holds of the pace."""
+        """Get a result for one line. `held_bytes`: what the line holds of the pace."""
         task = asyncio.current_task()
         assert task is not None
         self._answering.add(task)
@@ -206,7 +207,7 @@ class LineSender:
                 await asyncio.sleep(wait_s * random.uniform(0.5, 1.0))
 
     async def _store(self, line: Line, result: Result) -> None:
-        """Store a result, however long the object store is away."""
+        """Store a result, however long the object store is unavailable."""
         while True:
             try:
                 store = await self._context.storage.store()
@@ -240,8 +241,8 @@ async def _is_withdrawn(task: asyncio.Future[None]) -> bool:
 def retry_wait_s(answer: Answer, attempt: int) -> float | None:
     """Seconds after which a request is sent again; None = its answer stands.
 
-    A refusal that says when to come again is a matter of time. Other faults of servers may be the
-    request's own.
+    A refusal with a retry hint is only a matter of time. Other errors of a server may be due to the
+    request itself.
     """
     backoff_s = min(0.5 * 2.0 ** min(attempt, 10), _MAX_WAIT_S)
     if answer.retry_after_s is not None and answer.status in (429, 503, 504):

@@ -18,7 +18,7 @@ class Storage:
         self._proving = asyncio.Lock()
 
     async def store(self) -> ObjectStore:
-        """The store, once it was seen to keep the promises that batch jobs rest on.
+        """The store, once a check has shown that it gives the guarantees that batch jobs rely on.
 
         Raises: ObjectStoreError, UnsafeStore. A later call tries again.
         """
@@ -29,5 +29,5 @@ class Storage:
         return self._store
 
     async def close(self) -> None:
-        """Let go of connections."""
+        """Close the connections."""
         await self._store.close()

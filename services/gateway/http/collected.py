@@ -21,8 +21,8 @@ from loraplex_services.common.tenant_slots import TenantSlots
 from loraplex_services.gateway.request import TextDelta
 
 _NUM_FORMATTING = 2
-"""Answers that are formatted in threads at a time, one of each tenant. The event loop shares
-Python's lock with them, and waits for each of them in turn."""
+"""Answers that are formatted in threads at a time, one of each tenant. The event loop shares the
+GIL with them, and waits for each of them in turn."""
 
 
 class LargeAnswers:
@@ -38,8 +38,8 @@ class LargeAnswers:
 
 
 class CollectedLogprobs:
-    """Logprobs as arrays of numbers. Thousands of small objects would have to be walked by the
-    garbage collector, which stops the event loop."""
+    """Logprobs as arrays of numbers. The garbage collector would have to visit thousands of small
+    objects, which stops the event loop."""
 
     def __init__(self) -> None:
         self._token_ids, self._logprobs = array("I"), array("d")

@@ -75,5 +75,5 @@ class StoredWork:
         await self._runner.close()
 
     async def close(self) -> None:
-        """Let go of connections."""
+        """Close the connections."""
         await self._storage.close()

@@ -36,7 +36,7 @@ EVERYTHING: Adapter = ("", "")
 """The scope of a pause of all models."""
 LOAD_TIMEOUT_S = 60.0
 LOADED_S = 5.0
-"""How long a worker need not be asked again to load an adapter. If it has dropped it since, the
+"""How long a worker is not asked again to load an adapter. If it has evicted the adapter since, the
 request waits for it there like any other."""
 _MAX_LOADED = 1000
 IN_USE_S = 60.0
@@ -145,8 +145,9 @@ class LiveRequests:
                 self._used.put((scope, live.prepared.base.base_id), (now_s(), addresses))
 
     async def pause(self, scope: Adapter, mode: PauseMode) -> None:
-        """Keep new requests of a scope waiting. Returns when its running requests have done what
-        `mode` says. Raises: ResourceExhausted if its tenant has paused too many adapters."""
+        """Keep new requests of a scope waiting. Returns once its running requests have ended or
+        paused, as `mode` demands. Raises: ResourceExhausted if its tenant has paused too many
+        adapters."""
         others = sum(tenant == scope[0] for tenant, _ in self._paused.keys() - {scope})
         if others >= MAX_PAUSED_PER_TENANT:
             raise ResourceExhausted(
@@ -294,8 +295,8 @@ class LiveRequests:
             self._ahead.discard(scope)
 
     async def _load(self, address: str, digest: str) -> None:
-        """Load an adapter on a worker, once for all requests that wait for it. Its next step can
-        use it: to hear first that the adapter was copied would often take a step longer."""
+        """Load an adapter on a worker, once for all requests that wait for it. The worker's next
+        step can use it: waiting for the news that it was copied would often take one step more."""
         loop, key = asyncio.get_running_loop(), (address, digest)
         if loop.time() - (self._loaded_s.get(key) or -LOADED_S) < LOADED_S:
             return

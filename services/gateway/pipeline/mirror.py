@@ -20,7 +20,7 @@ CHARS_PER_TOKEN = 4
 
 @dataclass(frozen=True, slots=True)
 class MirroredRequest:
-    """One request that ended well, and its answer."""
+    """One request that succeeded, and its answer."""
 
     request: GenerateRequest
     """The request that another version needs for a comparable answer. It names no model."""

@@ -57,7 +57,7 @@ def normalizes(adapters: Sequence[RunningAdapter]) -> bool:
 
 
 def labels_of(adapter: RunningAdapter) -> tuple[str, ...]:
-    """Names of the head's outputs; what transformers calls them where the adapter does not."""
+    """Names of the head's outputs: the adapter's, or else those that transformers gives them."""
     return tuple(label_of(adapter, index) for index in range(adapter.pooling.num_labels))
 
 

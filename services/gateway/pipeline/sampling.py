@@ -205,7 +205,7 @@ def _max_tokens(
         raise InvalidRequest.field(
             "max_tokens", given, "must be at least 1 (0 only together with echo)"
         )
-    # OpenAI's words: client libraries know the case by them.
+    # OpenAI's wording, by which client libraries recognise this case.
     length = f"this model's maximum context length is {base.max_model_len}"
     if space_left < (0 if given == 0 else 1):
         why = f"{length} tokens and the prompt has {num_prompt_tokens}; shorten the prompt"

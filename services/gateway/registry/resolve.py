@@ -64,7 +64,7 @@ class Resolver:
             raise InvalidRequest.field("model", "", "name a base or an adapter")
         bases = self.bases()
         if not bases:
-            # As after a start: what is served here is not known yet, so nothing is missing.
+            # After a start, for example: while the served bases are unknown, no model is missing.
             raise Unavailable(
                 "no worker is ready; retry shortly", retry_after_s=1.0, reason="NO_READY_WORKER"
             )
@@ -104,7 +104,7 @@ class Resolver:
         return version
 
     async def refresh(self, ref: str) -> None:
-        """Read from the registry what a reference means now, so that the next request uses it.
+        """Read from the registry what a reference means now, for the next request.
 
         Raises: Unavailable.
         """

@@ -210,8 +210,8 @@ class RegistrySnapshot:
         return self._entries.setdefault(key, _Entry())
 
     def perhaps_visible(self, tenant: str) -> list[Adapter]:
-        """A tenant's own adapters, and all that may be for others too, in order. Takes no time for
-        the private adapters of other tenants."""
+        """A tenant's own adapters, and all that other tenants may also use, in order. Takes no time
+        for the private adapters of other tenants."""
         return sorted(self._by_owner.get(tenant, set()) | self._for_others)
 
     @staticmethod
@@ -230,9 +230,9 @@ def _key(version: Version) -> tuple[Adapter, int]:
 
 
 def _of_digest(entry: _Entry, digest: str, base_ids: Collection[str]) -> Version | None:
-    """The newest version of some content. If it was published for several bases, it is for the
-    first of those that may be: what is published later must not move a reference that names its
-    content to another base. None may be there yet while one for another base is."""
+    """The newest version of some content. If the content was published for several of the allowed
+    bases, the first of them counts: a later publication must not move a reference by digest to
+    another base. None if there is no version for an allowed base yet."""
     found = [version for version in entry.versions.values() if version.digest == digest]
     usable = [version for version in found if not base_ids or version.base_id in base_ids]
     first = min(usable, key=_by_number, default=None)

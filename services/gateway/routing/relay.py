@@ -104,7 +104,7 @@ class RelayedJob:
         yield Tokens((), len(self._emitted), finish_reason=FinishReason.ABORT)
 
     def _follow(self) -> None:
-        """Take over the adapters that the request is to run with from here on."""
+        """Switch to the adapters that the request is to run with from now on."""
         request, adapters = self._job.request, self._steering.adapters
         if request.adapters == adapters:
             return
@@ -190,8 +190,8 @@ class RelayedJob:
         return tokens
 
     def _go_back(self, error: LoraplexError) -> None:
-        """Continue as before the last switch: a worker may have fetched the new adapters and still
-        be unable to load them, and after it died, the others may be unable to fetch them.
+        """Continue as before the last switch: a worker may be unable to load the new adapters
+        although it has fetched them, and if it dies, other workers may be unable to fetch them.
 
         Raises: the error, if it cannot come from a switch.
         """

@@ -1,7 +1,7 @@
 """The state of a running request that may change from outside: its adapters, and whether it may
 run.
 
-The choices of a request share one `Steering`. A change interrupts the attempts under way at their
+The choices of a request share one `Steering`. A change interrupts the current attempts at their
 workers. The relay then submits the request again with the tokens that were emitted, just as after a
 failed worker, so each attempt has one set of adapters, and each token is known to come from it.
 """
@@ -59,7 +59,8 @@ class Steering:
     def attempt(
         self, address: str, adapters: AdapterSet, end: Callable[[LoraplexError], None]
     ) -> Iterator[Attempt]:
-        """An attempt on a worker; `end` ends it there at once, whenever its reader hears of it.
+        """An attempt on a worker. `end` ends it there immediately, even if its reader learns of
+        that later.
 
         Raises: Interrupted if that is not what is wanted any more.
         """

@@ -139,7 +139,7 @@ class AdapterText:
         key: Key = (_key(served), added)
         if (kept := self._kept.get(key)) is None:
             made = await asyncio.to_thread(base.with_tokens, added)
-            if (kept := self._kept.get(key)) is None:  # also after the thread
+            if (kept := self._kept.get(key)) is None:  # another task may have made it
                 kept = _Kept(made)
                 self._kept.put(key, kept, made.num_own_bytes)
         return kept.tokenizer

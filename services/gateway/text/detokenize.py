@@ -60,7 +60,7 @@ class _Steps:
         self.has_byte_fallback = False
         self.replacements: list[tuple[str, str]] = []
         self.first_drops = ""
-        """Character that vanishes from the first token of a text."""
+        """The character that is dropped from the first token of a text."""
         self.strip_start: tuple[str, int] | None = None
         """(character, most times) taken from the start of a whole text."""
         self.is_per_token = self._read(decoder)

@@ -177,8 +177,8 @@ class Fleet:
     def _serve(
         self, message: worker_pb2.GetModelResponse, tokenizer: BaseTokenizer | IdsOnly
     ) -> None:
-        """Serve a base as one of its workers describes it, within the limits of all of them: any
-        may get a request."""
+        """Serve a base as one of its workers describes it, within the limits of all of them,
+        because any worker may get a request."""
         base_id = message.base_id
         served = worker_pb2.GetModelResponse()
         served.CopyFrom(message)
@@ -222,7 +222,7 @@ def _tokenizer(message: worker_pb2.GetModelResponse, pool: TemplatePool) -> Base
 def _warn_if_unlike(
     message: worker_pb2.GetModelResponse, others: Sequence[worker_pb2.GetModelResponse]
 ) -> None:
-    """Log what a worker says otherwise than the other workers of its base."""
+    """Log what a worker reports differently from the other workers of its base."""
     unlike = [
         name
         for name in _SHARED_FACTS

@@ -250,10 +250,11 @@ def _with_arithmetic(view: WorkerView, model: worker_pb2.GetModelResponse) -> Wo
 
 
 async def _first_failure(*runs: Awaitable[None]) -> None:
-    """Run all until one ends, cancel the others, and raise what it raised.
+    """Run all until one ends, cancel the others, and raise what that one raised.
 
-    Raises: Unavailable if it was cancelled from within, which is how calls end that were cut off
-    on this side: `FIRST_EXCEPTION` would wait on, and the worker look connected without a session.
+    Raises: Unavailable if one was cancelled from within, as calls are when this side closes them.
+    With `FIRST_EXCEPTION`, the wait would continue, and the worker would look connected without a
+    session.
     """
     tasks = [asyncio.ensure_future(run) for run in runs]
     try:

@@ -133,7 +133,7 @@ class Keys:
 
     async def get(self, key_id: str, access: Access = EVERYTHING) -> KeyRecord:
         """The record of a key. Raises NotFound, also for the key of a tenant that `access` does not
-        own: whose it is, is not revealed."""
+        own, so as not to reveal whose it is."""
         record = None
         if _is_id(key_id):
             record = await documents.read(self._store, layout.key(key_id), KeyRecord)
@@ -257,5 +257,5 @@ def _checked_scopes(scopes: Sequence[str]) -> tuple[str, ...]:
 
 
 def _hash(secret: str) -> str:
-    """Secrets are 96 random bits and more: a plain hash cannot be searched."""
+    """Secrets have at least 96 random bits, so a plain hash is safe against search."""
     return hashlib.sha256(secret.encode()).hexdigest()

@@ -101,7 +101,7 @@ class Lookup:
             is_visible = access.may_see(ref.tenant, found.adapter)
         if to_change and is_visible:
             check_one_base(found, ref)
-        if is_visible:  # What is hidden may not be told from what is missing.
+        if is_visible:  # A hidden adapter must look like a missing one.
             note_read.get()(found.num_documents)
         if version is None or not is_visible:
             raise await self.missing(ref, access)
@@ -122,8 +122,8 @@ class Lookup:
             raise await self.missing(parse_ref(error.ref), access) from None
 
     async def missing(self, ref: Ref, access: Access) -> AdapterNotFound:
-        """The error that says what is missing. Whatever it is, the same is looked up, so that the
-        time it takes does not tell whether another tenant has a private adapter."""
+        """The error that says what is missing. The same look-ups are made in every case, so that
+        the time does not reveal whether another tenant has a private adapter."""
         found = await self.newest(ref.tenant, ref.name)
         query = Query(tenant=access.tenant, name_prefix=ref.name[:2])
         others, _ = await self.page(query, access, _MAX_NAMES, Cursor())
@@ -133,7 +133,7 @@ class Lookup:
         shown = dataclasses.replace(ref, name=alive[0].shown_name) if alive else ref
         versions = [each.version for each in alive]
         tags = [tag.tag for tag in found.tags if tag.targets]
-        named = str(shown) if alive else ref.adapter  # People may have given no tag.
+        named = str(shown) if alive else ref.adapter  # The caller may have given no tag.
         return AdapterNotFound(named, why_missing(shown, versions, tags, names))
 
     async def newest(self, tenant: str, name: str) -> Found:
@@ -192,7 +192,7 @@ class Lookup:
         of_others = [each for each in shared.adapters if not access.owns(_tenant(each[0]))]
         shared_end = shared.end
         if shared_end is not None and access.owns(_tenant(shared_end.scope)):
-            shared_end = Cursor(shared_end.scope)  # Where to go on in it, `own` says.
+            shared_end = Cursor(shared_end.scope)  # `own` says where to continue in it.
         ends = [end for end in (own.end, shared_end) if end is not None]
         end = min(ends, key=lambda each: each.scope, default=None)
         known = (each for each in (*own.adapters, *of_others) if not end or each[0] <= end.scope)

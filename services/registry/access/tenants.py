@@ -89,7 +89,7 @@ class Tenants:
     async def begin_upload(
         self, limits: TenantRecord, upload: str, num_bytes: int, *, may_exist: bool = False
     ) -> None:
-        """Count an upload that begins, or continues, until it is published or refused.
+        """Count an upload that begins or continues, until it is published or refused.
 
         Args:
             may_exist: the tenant has all of its files already. If they are a version, publishing

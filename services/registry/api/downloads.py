@@ -56,7 +56,7 @@ async def chunks_of(
         digest = hashlib.sha256()
         async with contextlib.aclosing(_blob(store, file)) as blocks:
             async for block in blocks:
-                # Not on a thread: getting Python's lock back would take as long again.
+                # Not on a thread: getting the GIL back would take as long again.
                 if not reader_verifies:
                     digest.update(block)
                 for begin in range(0, len(block), CHUNK_BYTES):

@@ -82,7 +82,7 @@ class PublishService(AdminService):
     async def _checked(
         self, message: pb.PublishOptions, specs: Sequence[pb.FileSpec], access: Access
     ) -> _CheckedUpload:
-        """Raises what can be refused before the bytes are there."""
+        """Refuse what can be refused before the bytes arrive. Raises as the checks do."""
         options = publish_options.options_from_proto(message, access.tenant)
         access.require_publishing(options.tenant)
         files = _checked_files(specs)

@@ -44,7 +44,7 @@ class UploadPace:
             await self._sleep(0 if caller.key_id in SERVICE_KEY_IDS else self._rest_s)
 
     def _due_s(self) -> float:
-        """Seconds until the work so far is within its share of the time. Mutates: the last call."""
+        """Seconds until the work so far is within its share of the time. Mutates: self."""
         (last_worked_s, last_s), self._seen = self._seen, (self._worked_s(), self._now_s())
         worked_s, now_s = self._seen
         due_s = (worked_s - last_worked_s) / CORE_SHARE - (now_s - last_s)

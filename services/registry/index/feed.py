@@ -51,7 +51,7 @@ class EventFeed:
         self._last = 0
         """Number of the last event that was read."""
         self._is_current = False
-        """Whether the last read brought events. A stream that gets some is that of the current
+        """Whether the last read brought events. A stream that gets events belongs to the current
         index."""
         self._kept: deque[StoredEvent] = deque()
         """Events up to `_last` without a gap."""

@@ -20,7 +20,7 @@ class Found:
     """Ordered by number."""
     adapter: AdapterRecord | None
     has_more: bool = False
-    """Whether other versions have had the digest that was asked for."""
+    """Whether other versions have, or had, the requested digest."""
 
     @property
     def num_documents(self) -> int:

@@ -121,7 +121,7 @@ def find_binary() -> Path:
 
 
 def _locked(state_dir: Path) -> IO[str]:
-    """Take the folder. The system lets go of it when the process ends."""
+    """Lock the folder. The system releases the lock when the process ends."""
     lock = (state_dir / "metadata.lock").open("a")
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,6 +1,6 @@
 """Unfinished uploads in Redis: one hash for each tenant, so that quotas count what they will store.
 
-If Redis loses them, the uploads that were under way then count no longer.
+If Redis loses them, the uploads that were in progress no longer count.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ class RecentUses:
         return {text(scope): used_s for scope, used_s in pairs}
 
     async def forget(self, tenant: str, scopes: Iterable[str]) -> None:
-        """Note nothing of these adapters any more."""
+        """Forget these adapters."""
         members = list(scopes)
         for at in range(0, len(members), _FORGOTTEN_AT_ONCE):
             async with translated():

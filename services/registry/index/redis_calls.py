@@ -54,7 +54,7 @@ async def translated() -> AsyncIterator[None]:
         yield
     except (RedisError, OSError) as error:
         if type(error) is ResponseError and not str(error).startswith(_STATES):
-            raise  # What no server would take is a bug here.
+            raise  # A command that no server accepts is a bug of ours.
         problem = str(error)
         if isinstance(error, OutOfMemoryError):
             problem = _FULL

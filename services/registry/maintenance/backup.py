@@ -32,7 +32,8 @@ from loraplex_services.common.telemetry.log import setup_logging
 from loraplex_services.registry import layout
 
 MARKER = "backup.json"
-"""Only a copy has it, from the first write on; `complete` in it says that it can be restored."""
+"""Only a copy has this object, from the first write on. Its field `complete` says that the copy can
+be restored."""
 PAGE = 500
 NUM_COPIES = 8
 """Objects that are copied at the same time."""
@@ -159,7 +160,7 @@ async def _copy_blobs(
 async def _copy_blob(
     source: ObjectStore, target: ObjectStore, info: ObjectInfo, result: CopyResult
 ) -> None:
-    """Copy a blob, unless its bytes are not those of its name, or are deleted meanwhile."""
+    """Copy a blob, unless its bytes do not match its name or are deleted in the meantime."""
     writer, sha256 = target.writer(), hashlib.sha256()
     try:
         async for data in read_chunks(source, info.key, 0, info.size):

@@ -1,8 +1,8 @@
 """Garbage collection: deletes the bytes that nothing refers to.
 
-The age of a blob by the store's clock decides, and never a lease. An unreferenced blob is deleted
-only if it was not written for an hour, and publishers write a blob again if it is older than half
-an hour. The age is checked again just before the deletion.
+What decides is the age of a blob by the store's clock, never a lease. An unreferenced blob is
+deleted only if it was not written for an hour, and publishers write a blob again if it is older
+than half an hour. The age is checked again just before the deletion.
 """
 
 from __future__ import annotations

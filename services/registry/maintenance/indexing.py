@@ -46,7 +46,7 @@ logger = logging.getLogger(__name__)
 
 _MAX_TRIES = 3
 _PENDING_AGE_S = 60.0
-"""A change that was noted this long ago and is not applied belongs to a process that died."""
+"""If a noted change is not applied within this time, the process that noted it has died."""
 
 
 class Indexer:

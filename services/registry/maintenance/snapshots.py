@@ -2,8 +2,8 @@
 
 A store that lists entity tags tells by its listing which document is the one that was copied: the
 same key with the same tag. Tags never come back (every document carries a random `write_id`), so
-no matter when and during which changes a snapshot was written, what is taken from it equals
-the object, and everything else is read.
+whatever changed while a snapshot was written, a document that is taken from it equals the object,
+and all other documents are read.
 
 A snapshot is a gzip stream of the documents in the order of their keys, each after a line
 `[key, entity tag, size]`. Its own key ends with its sha256; one that does not match is passed over.
@@ -44,7 +44,7 @@ class Snapshots:
 
     @property
     def are_useful(self) -> bool:
-        """Whether the store's listing shows if a copy is current."""
+        """Whether the store's listings show that a copy is current."""
         return self._store.lists_etags
 
     async def documents(self, folder: str = "") -> AsyncIterator[list[tuple[str, bytes]]]:

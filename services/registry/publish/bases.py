@@ -90,7 +90,7 @@ class Bases:
             return await self.all()
 
     async def check_upload(self, tenant: str, name: str, wanted: str) -> list[BaseRecord]:
-        """Refuse an upload whose name or base cannot be, before its bytes are sent. Returns every
+        """Refuse an upload with an impossible name or base before its bytes are sent. Returns every
         base without its modules.
 
         Raises:

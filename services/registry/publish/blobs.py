@@ -18,7 +18,7 @@ BLOB_FRESH_S = 1800.0
 """Blobs older than this are written again before they are referred to: half of the age at which
 the collector removes unreferenced ones."""
 _SEEN_S = 60.0
-"""How long a blob that was found to be intact and fresh counts as that. Versions often share a
+"""How long a blob counts as intact and fresh after that was checked. Versions often share a
 config."""
 _MAX_SEEN = 1000
 
@@ -81,9 +81,9 @@ class Blobs:
 
         All are stored concurrently, because the cost is waiting for the disk: nothing refers to the
         manifest before there is a version. Damaged blobs are overwritten. The blobs of an ephemeral
-        version need not be durable. Another version that has one of them sees to that. Blobs that
-        were found without their bytes being in memory are checked again at the end: to copy the
-        others may take so long that a collector finds them old.
+        version need not be durable. Another version that shares one of them makes it durable. Blobs
+        that were found without their bytes being in memory are checked again at the end: to copy
+        the others may take so long that a collector finds them old.
         """
         damaged, durable = session.damaged, session.is_durable
         found = await asyncio.gather(

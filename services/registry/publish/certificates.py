@@ -1,6 +1,6 @@
 """Certificates of versions, kept as separate documents: the versions themselves never change.
 
-A certificate records what somebody measured who may publish the adapter, or the operator. The
+A certificate records a measurement by the operator, or by somebody who may publish the adapter. The
 registry has no weights to measure with, and keeps it as a statement of that key. Only certificates
 of the operator count for a tenant's bound (`tag_rules`).
 """

@@ -106,8 +106,8 @@ class Deletion:
         """Delete ephemeral versions, given by scope and number, and purge their bytes; returns how
         many were not deleted before. They share an entry in the audit log of each tenant.
 
-        Nothing waits until the disk has it. What a power failure undoes is a version whose time is
-        over for the next index that is built, and ends again.
+        Nothing is made durable. If a power failure undoes the deletion, the next index that is
+        built contains a version whose time is over, which is deleted again.
 
         Raises: why they could not be deleted, if that is so for all of them. Otherwise, one that
             cannot be deleted is logged, because it must not keep others from their end.

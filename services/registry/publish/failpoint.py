@@ -21,7 +21,7 @@ def arm(text: str) -> None:
 
 
 def failpoint(name: str) -> None:
-    """End the process at once and without clean-up if a test armed this step."""
+    """End the process immediately and without clean-up if a test armed this step."""
     if name not in _armed:
         return
     _armed[name] -= 1

@@ -1,4 +1,4 @@
-"""How much of a file of an upload is stored: the parts that came so far, in any order."""
+"""How much of a file of an upload is stored: the parts that have arrived so far, in any order."""
 
 from __future__ import annotations
 

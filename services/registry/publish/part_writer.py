@@ -27,7 +27,7 @@ class PartWriter:
     """Writes the bytes of one stream as parts of limited size.
 
     Chunks are checked, hashed and written in batches, on threads, while the next ones arrive: a
-    thread for each chunk would wait as long for Python's lock as it works.
+    thread for each chunk would spend as much time waiting for the GIL as working.
     """
 
     def __init__(

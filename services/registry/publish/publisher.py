@@ -125,7 +125,7 @@ class Publisher:
         return await self._publish(session, sources, bases)
 
     async def _forget(self, session: UploadSession) -> None:
-        """The upload counts as unfinished no longer."""
+        """The upload no longer counts as unfinished."""
         open_uploads = self.catalog.open_uploads
         await open_uploads.forget(session.options.tenant, session.fingerprint)
 
@@ -171,8 +171,8 @@ class Publisher:
     async def _claimed(
         self, session: UploadSession, draft: Draft, operation: str, stored: asyncio.Task[None]
     ) -> Finished | None:
-        """Give the content its version, and do all that follows. What follows is got ready on the
-        disk in the meantime, and appears once the version is there.
+        """Give the content its version, and do all that follows. The writes that follow are
+        prepared on the disk in the meantime, and appear once the version exists.
 
         Returns None if the version was deleted in the meantime: the content needs a new number.
         """
@@ -195,8 +195,8 @@ class Publisher:
     async def _send_again(
         self, session: UploadSession, sources: Sequence[FileSource], damage: DamagedFile
     ) -> None:
-        """Drop bytes that differ from the declared ones. Raises Blocked if they had not to be
-        sent, so that clients open the session again and send them."""
+        """Drop bytes that differ from the declared ones. Raises Blocked if the client did not have
+        to send them, so that it opens the session again and sends them."""
         [source] = [source for source in sources if source.file.path == damage.path]
         sha256 = source.file.sha256
         if [segment.key for segment in source.segments] != [layout.blob(sha256)]:

@@ -30,8 +30,8 @@ _NUM_ENDED_TOGETHER = 64
 """They share an entry in the audit log."""
 _NOT_RETIRED = "versions not retired"
 _SPARE_SHARE = 0.1
-"""Share of a tenant's limit that is free after ephemeral versions were counted. They are counted
-again once as much was published."""
+"""The share of a tenant's limit that is free after a count of its ephemeral versions. They are
+counted again once that much has been published."""
 
 
 class Retention:

@@ -90,8 +90,8 @@ class UploadSession:
 
     @property
     def intent_key(self) -> str:
-        """Key of the intent. That of an upload in one call needs no folder, whose name the disk
-        would have to have, too."""
+        """Key of the intent. That of an upload in one call needs no folder, whose name would have
+        to be made durable, too."""
         key = layout.lone_intent if self.in_one_call else layout.upload_intent
         return key(self.upload_id)
 
@@ -274,8 +274,8 @@ class Uploads:
         await self._store.put(session.intent_key, encode(held))
 
     async def drop_intent(self, session: UploadSession) -> None:
-        """Remove all there is of an upload in one call whose tags have moved. If the client asks
-        again, the version has its content."""
+        """Remove all traces of an upload in one call once its tags have moved. If the client
+        repeats the call, the version with its content is found."""
         if session.has_intent:
             await self._store.delete(session.intent_key, durable=False)
         failpoint("publish.finished")
@@ -290,8 +290,8 @@ class Uploads:
         await asyncio.gather(*map(self._store.delete, parts))
 
     async def refuse(self, session: UploadSession, violations: Sequence[Violation]) -> None:
-        """Record a refusal and drop the bytes, which are of no further use. Sent again, they are
-        looked at again: another base may be known by then."""
+        """Record a refusal and drop the bytes, which are of no further use. If they are sent again,
+        they are checked again, because another base may be known by then."""
         refusal = Refusal(tuple(violations))
         await self._store.put(layout.upload_refused(session.upload_id), encode(refusal))
         for file in session.files:

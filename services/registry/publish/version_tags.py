@@ -37,12 +37,12 @@ class VersionTags:
         after: asyncio.Task[None] | None,
         recovering: Intent | None,
     ) -> list[Item]:
-        """Move or stage the tags of a publication; what of them the index is to have.
+        """Move or stage the tags of a publication. Returns the entries for the index.
 
         Args:
             tags: as they were a moment ago.
-            after: done when the version is there, and not before then the tags move.
-            recovering: what was intended, if this is done again.
+            after: done when the version exists; the tags do not move before that.
+            recovering: the intent, if an interrupted publication is repeated.
         """
         move = partial(self._move_or_stage, session, claim, after=after, recovering=recovering)
         moved = await asyncio.gather(*(move(tag, tags.get(tag)) for tag in session.options.tags))
@@ -93,7 +93,7 @@ class VersionTags:
         address = TagAddress(version.tenant, version.name, tag, version.shown_name)
         move_id = f"{session.upload_id}:v{version.version}"
         if seen is None and created and version.version == 1 and recovering is None:
-            seen = Seen()  # There is probably no such tag yet.
+            seen = Seen()  # Most likely there is no such tag yet.
         return await self.tags.move(
             address,
             choose,

@@ -225,7 +225,7 @@ class ResponsesFormatter(Formatter):
 
 
 class _TextLogprobs:
-    """Logprobs of the tokens of the text, which begins where the thought is over."""
+    """Logprobs of the tokens of the text, which begins after the thought."""
 
     def __init__(self, info: ResponseInfo) -> None:
         self._info = info
