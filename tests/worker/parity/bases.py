@@ -8,8 +8,9 @@ from pathlib import Path
 import torch
 import transformers
 
-from tests.worker.parity.base_fields import COMMON, LLAMA4, LLAMA4_MULTIMODAL, QWEN_VISION, VISION
+from tests.worker.parity.base_fields import COMMON, QWEN_VISION, VISION
 from tests.worker.parity.gemma4_bases import GEMMA4_BASES
+from tests.worker.parity.library_bases import LIBRARY_BASES
 
 
 def _rope(**params: object) -> dict[str, object]:
@@ -239,66 +240,6 @@ BASES: dict[str, tuple[str, dict[str, object]]] = {
 }
 """Name -> (transformers config class, what differs from COMMON). With a `text_config`, which then
 holds all of COMMON, it is a multimodal base."""
-
-LATENT = {
-    "num_key_value_heads": 4,
-    "q_lora_rank": 24,
-    "kv_lora_rank": 16,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 16,
-    "v_head_dim": 12,
-    "n_routed_experts": 4,
-    "n_shared_experts": 1,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 24,
-    "first_k_dense_replace": 1,
-    "n_group": 1,
-    "topk_group": 1,
-}
-"""Latent attention, whose values are narrower than its keys."""
-
-LIBRARY_BASES: dict[str, tuple[str, dict[str, object]]] = {
-    "granite": (
-        "GraniteConfig",
-        {
-            "embedding_multiplier": 12.0,
-            "attention_multiplier": 0.2,
-            "residual_multiplier": 0.5,
-            "logits_scaling": 2.0,
-        },
-    ),
-    "granite-moe": ("GraniteMoeConfig", {"num_local_experts": 4, "num_experts_per_tok": 2}),
-    "olmo2": ("Olmo2Config", {}),
-    "olmo3": ("Olmo3Config", {"sliding_window": 17, "num_hidden_layers": 4}),
-    "smollm3": ("SmolLM3Config", {"num_hidden_layers": 4}),
-    "glm4": ("Glm4Config", {"head_dim": 16}),
-    "cohere": ("CohereConfig", {}),
-    "cohere2": ("Cohere2Config", {"sliding_window": 17, "num_hidden_layers": 4}),
-    "seed-oss": ("SeedOssConfig", {"head_dim": 16}),
-    "starcoder2": ("Starcoder2Config", {"sliding_window": 17}),
-    "gemma": ("GemmaConfig", {"head_dim": 24}),
-    "phi": ("PhiConfig", {}),
-    "nemotron": ("NemotronConfig", {}),
-    "exaone4": ("Exaone4Config", {"sliding_window": 17, "num_hidden_layers": 4, "head_dim": 16}),
-    "hunyuan": ("HunYuanDenseV1Config", {"head_dim": 16}),
-    "apertus": ("ApertusConfig", {}),
-    "ernie": ("Ernie4_5Config", {}),
-    "helium": ("HeliumConfig", {"head_dim": 16}),
-    "gpt2": ("GPT2Config", {}),
-    "gpt-neox": ("GPTNeoXConfig", {}),
-    "opt": ("OPTConfig", {"ffn_dim": 96, "word_embed_proj_dim": 64}),
-    "falcon": ("FalconConfig", {"bias": True}),
-    "falcon-not-parallel": ("FalconConfig", {"multi_query": False, "parallel_attn": False}),
-    "falcon-new": (
-        "FalconConfig",
-        {"new_decoder_architecture": True, "num_kv_heads": 2, "tie_word_embeddings": False},
-    ),
-    "llama4": ("Llama4Config", LLAMA4_MULTIMODAL),
-    "llama4-dense": ("Llama4TextConfig", {**LLAMA4, "moe_layers": [1], "use_qk_norm": False}),
-    "deepseek-v2": ("DeepseekV2Config", LATENT),
-    "deepseek-v3": ("DeepseekV3Config", LATENT),
-}
-"""Families without code here: they run through the transformers library."""
 
 
 @dataclass(frozen=True, slots=True)
