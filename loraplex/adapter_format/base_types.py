@@ -18,17 +18,20 @@ NATIVE_TYPES = frozenset(
 
 LIBRARY_TYPES = frozenset(
     """
-    apertus cohere cohere2 deepseek_v2 deepseek_v3 ernie4_5 exaone4 falcon gemma glm4 gpt2 gpt_neox
-    granite granitemoe helium hunyuan_v1_dense llama4_text nemotron olmo2 olmo3 opt phi seed_oss
-    smollm3 starcoder2
+    afmoe apertus arcee cohere cohere2 cohere2_moe cwm deepseek_v2 deepseek_v3 dots1 ernie4_5
+    ernie4_5_moe exaone4 exaone_moe falcon flex_olmo gemma glm glm4 glm4_moe glm4_moe_lite gpt2
+    gpt_bigcode gpt_neox granite granitemoe granitemoeshared helium hunyuan_v1_dense hy_v3
+    hyperclovax jais2 llama4_text mellum mimo_v2_flash minicpm3 minimax_m2 ministral nanochat
+    nemotron olmo olmo2 olmo3 olmoe opt phi phimoe seed_oss smollm3 solar_open starcoder2
+    vaultgemma
     """.split()
 )
 """Text models that are compared with PEFT through the transformers library."""
 
 TIED_TYPES = frozenset(
     """
-    cohere cohere2 ernie4_5 falcon gemma gemma2 gemma3_text gemma4_text gemma4_unified_text gpt2 opt
-    smollm3 starcoder2
+    cohere cohere2 cohere2_moe ernie4_5 ernie4_5_moe falcon gemma gemma2 gemma3_text gemma4_text
+    gemma4_unified_text gpt2 gpt_bigcode minicpm3 opt smollm3 starcoder2 vaultgemma
     """.split()
 )
 """Types of these whose head is the embedding if config.json lacks `tie_word_embeddings`. Files may

@@ -187,8 +187,10 @@ LIBRARY_FEATURES = (
 RECURRENT_FEATURES = ("delta-nets", "delta-nets-dora", "delta-nets-activated")
 ACTIVATED_FEATURES = ("activated", "delta-nets-activated")
 EXPERT_FAMILIES = (
-    "deepseek_v2", "deepseek_v3", "gpt_oss", "mixtral", "qwen2_moe", "qwen3_moe", "qwen3_5_moe",
-    "qwen3_next",
+    "afmoe", "cohere2_moe", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5_moe", "exaone_moe",
+    "flex_olmo", "glm4_moe", "glm4_moe_lite", "gpt_oss", "hy_v3", "mellum", "mimo_v2_flash",
+    "minimax_m2", "mixtral", "olmoe", "phimoe", "qwen2_moe", "qwen3_moe", "qwen3_5_moe",
+    "qwen3_next", "solar_open",
 )  # fmt: skip
 ROUTERS = {"gpt_oss": "router.weight", "gemma4_text": "router.proj.weight"}
 """Where it is not `gate.weight`."""

@@ -304,7 +304,7 @@ def make_base(
             parameter.data.normal_(0.0, deviation, generator=generator)
         parameter.requires_grad_(False)
     for buffer_name, buffer in model.named_buffers():
-        if "layer_scalar" in buffer_name:
+        if "layer_scalar" in buffer_name or "correction_bias" in buffer_name:
             buffer += 0.1 * torch.randn(buffer.shape, generator=generator)
     shards = {"max_shard_size": shard_bytes} if shard_bytes else {}
     model.save_pretrained(folder, **shards)

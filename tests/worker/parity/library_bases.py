@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from tests.worker.parity.base_fields import LLAMA4, LLAMA4_MULTIMODAL
 
-LATENT = {
-    "num_key_value_heads": 4,
-    "q_lora_rank": 24,
-    "kv_lora_rank": 16,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 16,
-    "v_head_dim": 12,
+LOCAL_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+WINDOWED_EXPERTS = {**EXPERTS, "num_hidden_layers": 4, "sliding_window": 17, "head_dim": 16}
+ROUTED = {
     "n_routed_experts": 4,
     "n_shared_experts": 1,
     "num_experts_per_tok": 2,
@@ -18,6 +15,15 @@ LATENT = {
     "first_k_dense_replace": 1,
     "n_group": 1,
     "topk_group": 1,
+}
+LATENT = {
+    **ROUTED,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 12,
 }
 """Latent attention, whose values are narrower than its keys."""
 
@@ -31,7 +37,7 @@ LIBRARY_BASES: dict[str, tuple[str, dict[str, object]]] = {
             "logits_scaling": 2.0,
         },
     ),
-    "granite-moe": ("GraniteMoeConfig", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "granite-moe": ("GraniteMoeConfig", LOCAL_EXPERTS),
     "olmo2": ("Olmo2Config", {}),
     "olmo3": ("Olmo3Config", {"sliding_window": 17, "num_hidden_layers": 4}),
     "smollm3": ("SmolLM3Config", {"num_hidden_layers": 4}),
@@ -61,5 +67,56 @@ LIBRARY_BASES: dict[str, tuple[str, dict[str, object]]] = {
     "llama4-dense": ("Llama4TextConfig", {**LLAMA4, "moe_layers": [1], "use_qk_norm": False}),
     "deepseek-v2": ("DeepseekV2Config", LATENT),
     "deepseek-v3": ("DeepseekV3Config", LATENT),
+    "glm": ("GlmConfig", {"head_dim": 16}),
+    "glm4-moe": ("Glm4MoeConfig", {**ROUTED, "head_dim": 16, "use_qk_norm": True}),
+    "glm4-moe-lite": ("Glm4MoeLiteConfig", LATENT),
+    "minimax-m2": ("MiniMaxM2Config", {**LOCAL_EXPERTS, "head_dim": 24, "rotary_dim": 12}),
+    "afmoe": (
+        "AfmoeConfig",
+        {**WINDOWED_EXPERTS, "head_dim": 24, "mup_enabled": True, "route_scale": 1.5},
+    ),
+    "olmo": ("OlmoConfig", {"clip_qkv": 0.8}),
+    "olmoe": ("OlmoeConfig", EXPERTS),
+    "flex-olmo": ("FlexOlmoConfig", EXPERTS),
+    "phimoe": ("PhimoeConfig", {**LOCAL_EXPERTS, "attention_bias": True, "lm_head_bias": False}),
+    "ernie-moe": (
+        "Ernie4_5_MoeConfig",
+        {
+            "moe_num_experts": 4,
+            "moe_k": 2,
+            "moe_intermediate_size": 24,
+            "moe_num_shared_experts": 1,
+        },
+    ),
+    "exaone-moe": ("ExaoneMoeConfig", WINDOWED_EXPERTS),
+    "granite-moe-shared": (
+        "GraniteMoeSharedConfig",
+        {**LOCAL_EXPERTS, "shared_intermediate_size": 40},
+    ),
+    "hy-v3": ("HYV3Config", {**EXPERTS, "head_dim": 16}),
+    "mimo-v2": (
+        "MiMoV2FlashConfig",
+        {
+            **ROUTED,
+            "num_hidden_layers": 3,
+            "head_dim": 24,
+            "v_head_dim": 16,
+            "sliding_window": 17,
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+        },
+    ),
+    "solar-open": ("SolarOpenConfig", {**ROUTED, "head_dim": 16}),
+    "dots1": ("Dots1Config", {**ROUTED, "head_dim": 16}),
+    "cohere2-moe": ("Cohere2MoeConfig", WINDOWED_EXPERTS),
+    "mellum": ("MellumConfig", WINDOWED_EXPERTS),
+    "arcee": ("ArceeConfig", {}),
+    "cwm": ("CwmConfig", {"sliding_window": 17, "num_hidden_layers": 4}),
+    "minicpm3": ("MiniCPM3Config", LATENT),
+    "jais2": ("Jais2Config", {"head_dim": 16}),
+    "gpt-bigcode": ("GPTBigCodeConfig", {"n_inner": 96}),
+    "ministral": ("MinistralConfig", {"head_dim": 24, "sliding_window": 17}),
+    "vaultgemma": ("VaultGemmaConfig", {"head_dim": 24, "sliding_window": 17}),
+    "nanochat": ("NanoChatConfig", {"head_dim": 16}),
+    "hyperclovax": ("HyperCLOVAXConfig", {"head_dim": 16}),
 }
 """Name -> (transformers config class, what differs from COMMON)."""

@@ -10,15 +10,21 @@ FUSED_NAMES = (
     (re.compile(r"(?<![a-z])[qkv]_proj"), "qkv_proj"),
     (re.compile(r"(?<![a-z])(gate|up)_proj"), "gate_up_proj"),
 )
+_NAMES_OF_GPT2 = (
+    (re.compile(r"[qkv]_proj"), "c_attn"),
+    (re.compile(r"(gate|up)_proj"), "c_fc"),
+    (re.compile(r"(mlp\\\.)?(o|down)_proj"), "c_proj"),
+    (re.compile("embed_tokens"), "wte"),
+    (re.compile("layers"), "h"),
+)
+_NAMES_OF_LATENT_ATTENTION = (
+    (re.compile(r"q_proj"), "q_b_proj"),
+    (re.compile(r"[kv]_proj"), "kv_b_proj"),
+)
 OTHER_NAMES = {
     "phi3": FUSED_NAMES,
-    "gpt2": (
-        (re.compile(r"[qkv]_proj"), "c_attn"),
-        (re.compile(r"(gate|up)_proj"), "c_fc"),
-        (re.compile(r"(mlp\\\.)?(o|down)_proj"), "c_proj"),
-        (re.compile("embed_tokens"), "wte"),
-        (re.compile("layers"), "h"),
-    ),
+    "gpt2": _NAMES_OF_GPT2,
+    "gpt-bigcode": _NAMES_OF_GPT2,
     "gpt-neox": (
         (re.compile(r"[qkv]_proj"), "query_key_value"),
         (re.compile(r"(gate|up)_proj"), "dense_h_to_4h"),
@@ -36,10 +42,9 @@ OTHER_NAMES = {
         (re.compile("layers"), "h"),
     ),
     "opt": ((re.compile("o_proj"), "out_proj"), (re.compile("down_proj"), "fc2")),
-    "deepseek": (
-        (re.compile(r"q_proj"), "q_b_proj"),
-        (re.compile(r"[kv]_proj"), "kv_b_proj"),
-    ),
+    "deepseek": _NAMES_OF_LATENT_ATTENTION,
+    "glm4-moe-lite": _NAMES_OF_LATENT_ATTENTION,
+    "minicpm3": _NAMES_OF_LATENT_ATTENTION,
 }
 """By what the name of a base begins with: its names of modules."""
 

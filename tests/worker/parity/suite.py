@@ -31,6 +31,7 @@ REFUSED = {
     "opt": ("activated",),  # PEFT does not know rows without a batch
     "llama4": ("activated",),  # the same
     "llama4-dense": ("activated",),
+    "minicpm3": ("activated",),
 }
 """Features that PEFT cannot write for a base, or that are refused of it."""
 NamedJob = tuple[str | None, Job]

@@ -28,7 +28,8 @@ from tests.worker.parity.suite import (
     set_library_stage,
 )
 
-DAILY = {"granite", "olmo3", "cohere2", "gemma", "falcon", "llama4"}
+ROOT = Path(__file__).parents[3]
+DAILY = {"cohere2", "gemma", "falcon", "llama4", "glm4-moe-lite"}
 OF_BOTH = ("qwen3", "gpt-oss", "gemma4-all")
 """Families that have code here, too: the library's class is served as well."""
 
@@ -127,6 +128,11 @@ def test_classes_that_cannot_be_served_are_refused_naming_the_reason(
 def test_the_types_that_can_be_registered_are_those_that_are_compared_here():
     compared = {config_of(name).get_text_config().model_type for name in LIBRARY_BASES}
     assert compared == LIBRARY_TYPES
+
+
+def test_the_page_of_bases_lists_the_types_that_can_be_registered():
+    page = (ROOT / "docs/reference/bases.md").read_text(encoding="utf-8")
+    assert [name for name in sorted(LIBRARY_TYPES | NATIVE_TYPES) if f"`{name}`" not in page] == []
 
 
 def test_types_whose_head_is_the_embedding_by_default_are_those_of_the_library():
