@@ -70,18 +70,35 @@ _LOFTQ = (
     "and set init_lora_weights to true, or train without LoftQ, on a quantised base as well"
 )
 _INPUTS = "trains inputs and no weights, so no LoRA is equivalent to it; train a LoRA"
+_OR_MERGE = "or merge it with PEFT (merge_and_unload) and serve the result as a base of its own"
 WITHOUT_LORA: dict[str, str] = {
+    "ADAPTION_PROMPT": (
+        "adds attention to trained prompts, so no LoRA is equivalent to it; train a LoRA"
+    ),
     "CARTRIDGE": _INPUTS,
     "CPT": _INPUTS,
     "FROD": (
         "lacks a factor of its weights, which PEFT computes anew from the base, not always with "
         "the same result, so no LoRA is equivalent to it; train a LoRA"
     ),
+    "LILY": "weighs its factors anew for each token, so no LoRA is equivalent to it; train a LoRA",
+    "LN_TUNING": (
+        "trains norms, which are not converted; train a LoRA with the norms in modules_to_save, "
+        f"{_OR_MERGE}"
+    ),
     "MULTITASK_PROMPT_TUNING": _INPUTS,
+    "POLY": (
+        "mixes several adapters by the task of a request, so no LoRA is equivalent to it; train "
+        "a LoRA for each task"
+    ),
     "PREFIX_TUNING": _INPUTS,
     "PROMPT_TUNING": _INPUTS,
     "P_TUNING": _INPUTS,
     "SHADOW": "runs a second model next to the base, so no LoRA is equivalent to it; train a LoRA",
+    "TRAINABLE_TOKENS": (
+        "trains rows of an embedding, which are not converted; train a LoRA with "
+        f"trainable_token_indices, {_OR_MERGE}"
+    ),
     "XLORA": (
         "weighs several adapters anew for each token, so no LoRA is equivalent to it; publish "
         "these adapters, which are in its subfolders, one by one"

@@ -53,8 +53,9 @@ def main() -> None:
             continue
         try:
             original, biases[f"{name}.lora_B.bias"] = _added(layer, config)
-        except (RuntimeError, ValueError, TypeError) as error:  # Poly needs the id of a task.
-            _refuse("peft_type", config.peft_type.value, f"cannot be computed: {str(error)[:200]}")
+        except (RuntimeError, ValueError, TypeError) as error:
+            why = f"cannot be computed ({str(error)[:200]}); train a LoRA"
+            _refuse("peft_type", config.peft_type.value, why)
         a, b = _converted(layer, original, int(max_rank))
         ranks[name.removeprefix("base_model.model.")] = a.shape[0]
         tensors[f"{name}.lora_A.weight"], tensors[f"{name}.lora_B.weight"] = a, b
@@ -79,14 +80,17 @@ def _load(folder: Path, base: Path) -> Any:
     try:
         model = peft.PeftModel.from_pretrained(model_of_base, str(folder), config=config).eval()
     except (RuntimeError, ValueError, TypeError, UserWarning) as error:
-        _refuse("peft_type", method, f"cannot be loaded by PEFT on this base: {str(error)[:200]}")
+        why = f"cannot be loaded by PEFT on this base ({str(error)[:200]}); check --base"
+        _refuse("peft_type", method, why)
     layers = [layer for layer in model.modules() if isinstance(layer, BaseTunerLayer)]
     if not layers:
-        _refuse("peft_type", method, "changes no weights, so no LoRA is equivalent to it")
+        why = "changes no weights, so no LoRA is equivalent to it; train a LoRA"
+        _refuse("peft_type", method, why)
     for layer in layers:
         if not isinstance(layer.get_base_layer(), torch.nn.Linear):
             kind = type(layer.get_base_layer()).__name__
-            _refuse("target_modules", kind, f"is not converted from {method}; only linears are")
+            why = f"is not converted from {method}, only linears are; train without"
+            _refuse("target_modules", kind, why)
     return model
 
 
@@ -140,7 +144,9 @@ def _added(layer: Any, config: peft.PeftConfig) -> tuple[Tensor, Tensor]:
     found = added(probes)
     _in_type(layer, torch.float32)
     if (found - probes @ update.T - bias).norm() > LARGEST_DEVIATION * found.norm():
-        why = "is not linear in the inputs of a module, so no LoRA is equivalent to it"
+        why = (
+            "is not linear in the inputs of a module, so no LoRA is equivalent to it; train a LoRA"
+        )
         _refuse("peft_type", config.peft_type.value, why)
     return update, bias.float()
 
