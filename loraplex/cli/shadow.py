@@ -97,10 +97,12 @@ async def compare(args: argparse.Namespace) -> None:
         async with InferenceClient(args.gateway, credentials_of(args)) as gateway:
             await _run(args, test, max_pairs, gateway, served, candidate)
         is_accepted = test.outcome is Outcome.ACCEPTED
+        measure = "log-probability per token" if args.scorer is None else "score"
         found = (
-            f"v{candidate.version} {test.outcome} against v{served.version}: mean difference "
-            f"{test.mean:+.4f} (standard error {test.standard_error:.4f}) over {test.num_pairs} "
-            f"requests, margin {test.margin:g}"
+            f"{candidate.ref} is {test.outcome}, compared with v{served.version}: its {measure} "
+            f"minus that of v{served.version} is {test.mean:+.4f} on average over {test.num_pairs} "
+            f"requests (standard error {test.standard_error:.4f}), and must be above "
+            f"{-test.margin:g}"
         )
         tag = await registry.set_tag(
             args.name,
@@ -110,7 +112,7 @@ async def compare(args: argparse.Namespace) -> None:
             reason=f"shadow: {found}",
         )
     if test.outcome is Outcome.REJECTED:
-        raise InvalidAdapter.of([Violation.of(candidate.ref, f"{test.mean:+.4f}", found)])
+        raise InvalidAdapter.of([Violation.of("mean", f"{test.mean:+.4f}", found)])
     if not is_accepted:
         raise Undecided(f"the tag stays: {found}")
     value = {

@@ -176,9 +176,11 @@ class Certifier:
         )
         certificate = await self.registry.admin.set_certificate(version.ref, measured)
         if self.max_kl is not None and certificate.mean_kl > self.max_kl:
-            kl = f"KL {certificate.mean_kl:.3g}"
-            why = f"{kl} is above --max-kl {self.max_kl:g}, against {certificate.reference}"
-            raise InvalidAdapter.of([Violation.of(version.ref, kl, why)])
+            why = (
+                f"{version.ref} diverges more from {certificate.reference} than --max-kl "
+                f"{self.max_kl:g} allows, in nats per token"
+            )
+            raise InvalidAdapter.of([Violation.of("mean_kl", f"{certificate.mean_kl:.3g}", why)])
         return certificate
 
     def _about(self, theirs: str) -> str:

@@ -93,9 +93,14 @@ def last_move(stack: Stack) -> dict[str, Any]:
 def test_a_damaged_version_is_rejected_and_the_tag_stays(stack: Stack) -> None:
     done = shadow(stack, DAMAGED)
     assert done.returncode == 3, done.stderr
-    assert f"v{DAMAGED} rejected against v{SERVED}" in done.stderr
+    [violation] = json.loads(done.stderr)["error"]["violations"]
+    assert violation["field"] == "mean" and float(violation["value"]) < -0.01
+    assert violation["description"].startswith(
+        f"default/{NAME}:v2 is rejected, compared with v1: its log-probability per token minus "
+    )
+    assert violation["description"].endswith("must be above -0.01")
     assert prod(stack) == SERVED
-    assert "v2 rejected" in last_move(stack)["details"]["reason"]
+    assert "v2 is rejected" in last_move(stack)["details"]["reason"]
 
 
 def test_a_scorer_decides_by_its_own_scores(stack: Stack, tmp_path: Path) -> None:
@@ -142,4 +147,4 @@ def test_an_equal_version_takes_the_tag(stack: Stack) -> None:
     done = shadow(stack, SAME, "--margin", "0.2")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["version"] == SAME == prod(stack)
-    assert "v3 accepted" in last_move(stack)["details"]["reason"]
+    assert "v3 is accepted" in last_move(stack)["details"]["reason"]
