@@ -21,7 +21,8 @@ MAX_PAIRS = 1024
 MAX_BYTES = 8 * 1024
 MIN_THETA = 1.01
 MIN_NUMBER = 1e-6
-"""The least numbers whose frequencies and logarithms float32 can hold. Nobody trains with less."""
+"""The smallest values whose frequencies and logarithms float32 can hold. Nobody trains with
+less."""
 
 Params = tuple[tuple[str, "float | bool | tuple[float, ...]"], ...]
 

@@ -86,7 +86,7 @@ def _decode(raw: bytes, source: str) -> str:
 def _is_too_deep(text: str) -> bool:
     """Whether brackets outside strings nest deeper than `MAX_DEPTH`, found without recursion.
 
-    The part before an unclosed quote is measured; `json` refuses such a text anyway.
+    Only the part before an unclosed quote is measured, because `json` refuses such a text anyway.
     """
     depth = 0
     for char in _without_strings(text):

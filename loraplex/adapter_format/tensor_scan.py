@@ -78,7 +78,7 @@ def _first_non_finite(dtype: str, data: bytes) -> int | None:
 
 
 def _is_zero(data: bytes | memoryview) -> bool:
-    """Whether every byte is 0. The first bytes nearly always tell."""
+    """Whether every byte is 0. The first bytes nearly always decide."""
     return not any(data[:64]) and bytes(data).count(0) == len(data)
 
 
@@ -166,7 +166,7 @@ def scan_file(path: Path, header: Header) -> frozenset[str]:
 def warnings_of_zeros(report: Report, zero_tensors: frozenset[str]) -> tuple[Violation, ...]:
     """One warning if every lora_B is zero, so that the adapter changes nothing.
 
-    With DoRA nothing is said: its magnitudes may still have moved.
+    With DoRA, there is no warning, because its magnitudes may have changed.
     """
     lora_b = [module.b.name for module in report.modules if module.b]
     if report.config.use_dora or not lora_b or not zero_tensors.issuperset(lora_b):

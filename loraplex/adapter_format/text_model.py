@@ -170,8 +170,8 @@ def text_config(config: Mapping[str, object], tensors: Collection[str]) -> dict[
 def _is_tied(
     config: Mapping[str, object], inner: Mapping[str, object], tensors: Collection[str]
 ) -> bool:
-    """True if tied. As in transformers 5, the wrapper's config goes first, and a head in the files
-    is used."""
+    """True if tied. As in transformers 5, the wrapper's config takes precedence, and a head in the
+    files is used."""
     if "lm_head.weight" in tensors:
         return False
     for source in (config, inner):

@@ -100,7 +100,7 @@ def _write(
 @asynccontextmanager
 async def _prepared(args: argparse.Namespace, num_adapters: int) -> AsyncIterator[str]:
     """Publish adapters if asked to, and delete them afterwards, except those that were there
-    before. Gives what the names of those to use begin with."""
+    before. Yields the prefix of the names to use."""
     if args.prepare_from is None:
         yield ""
         return
@@ -119,7 +119,7 @@ async def _prepared(args: argparse.Namespace, num_adapters: int) -> AsyncIterato
 
 
 def _tell(args: argparse.Namespace, verb: str, num_adapters: int) -> None:
-    """Tell people what happened. With `--json`, only the object of a failure is on stderr."""
+    """Report the outcome to people. With `--json`, stderr has only the object of a failure."""
     if num_adapters and not args.json:
         print(f"{verb} {counted(num_adapters, 'adapter')}", file=sys.stderr)
 

@@ -155,7 +155,7 @@ def _upload(args: argparse.Namespace) -> None:
         signing_key=args.signing_key,
         signature=args.signature,
     )
-    # Fetching blocks: outside of the event loop, an interrupt ends it at once.
+    # Fetching blocks. Outside of the event loop, an interrupt ends it immediately.
     with adapter_folder(
         args.dir,
         convert=args.convert,

@@ -58,7 +58,7 @@ def add(commands: Commands) -> None:
 
 
 def _interval(text: str) -> float:
-    """A time that keeps the gateway from being asked all the time."""
+    """A time between two questions to the gateway, which bounds how often it is asked."""
     if (interval_s := seconds(text)) < MIN_INTERVAL_S:
         raise argparse.ArgumentTypeError(f"expected a time of at least 100ms, got {text!r}")
     return interval_s

@@ -29,7 +29,7 @@ CHUNK_BYTES = 256 << 10
 the event loop of a registry for 1.3 ms, in which all other calls wait."""
 CALL_TIMEOUT_S = 60.0
 _MAX_WAITS = 3
-"""How often a page of a list is asked for again after it was refused for a time."""
+"""How many times a page of a list is requested again after a refusal with a retry hint."""
 
 OPTIONS: list[tuple[str, Any]] = [
     ("grpc.max_receive_message_length", MAX_RECEIVE_BYTES),

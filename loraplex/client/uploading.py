@@ -86,8 +86,8 @@ async def upload(
             pause_s = next(pauses, None)
             if pause_s is None:
                 raise
-            # One stream may do what several may not: the tenant may have too many of them. If one
-            # of several registries has ended, the others can still take some streams.
+            # A single stream may succeed where several fail, because the tenant may have too many.
+            # If one of several registries has ended, the others can still take some streams.
             is_lost = isinstance(error, Unavailable)
             if num_streams == 1 and not is_lost and not error.retry_after_s:
                 raise
@@ -170,7 +170,7 @@ async def _open(channel: Channel, request: pb.CreateUploadRequest) -> pb.CreateU
 
 
 async def _num_streams(channel: Channel, files: Sequence[SentFile]) -> int:
-    """The number of streams that send as fast as is wanted over a line with this round trip."""
+    """The number of streams that reach the wanted rate over a line with this round-trip time."""
     most_bytes = max(file.size_bytes for file in files)
     if most_bytes <= RANGE_BYTES:
         return 1

@@ -28,7 +28,7 @@ from loraplex.rewriting.child import refuse
 CONFIG_FILE = "adapter_config.json"
 TENSOR_FILE = "adapter_model.safetensors"
 WRAPPED_PART = "language_model."
-"""A part of the names of a multimodal base's text modules only."""
+"""A part of names that only the text modules of a multimodal base have."""
 NEGLIGIBLE = 3e-6
 """Relative norm below which singular values of a module are dropped as rounding errors."""
 LARGEST_DEVIATION = 1e-4

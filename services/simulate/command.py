@@ -27,7 +27,7 @@ def run(args: argparse.Namespace) -> None:
     trace = trace_of(args)
     ranks = ranks_of(rank_mix(args.ranks), trace.num_adapters)
     simulation = Simulation(fleet_of(args, costs, arena_bytes), ranks)
-    gc.freeze()  # a million adapters are not to be looked through again and again
+    gc.freeze()  # so that collections need not visit a million adapters
     begin_s = time.monotonic()
     outcomes = simulation.run(trace.requests)
     print(f"simulated in {time.monotonic() - begin_s:.1f} s", file=sys.stderr)

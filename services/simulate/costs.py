@@ -40,8 +40,8 @@ class Costs:
     adapter_byte_s: float = 0.0
     """Time of every byte of the distinct adapters that the step reads."""
     step_spread: float = 0.0
-    """Steps take this and that: standard deviation of the logarithm of their time. What the costs
-    above say is the mean."""
+    """The standard deviation of the logarithm of the time of a step. The costs above give the
+    mean."""
     load_s: float = 1e-3
     """Fixed time of every copy of an adapter to the device."""
     load_byte_s: float = 1e-10

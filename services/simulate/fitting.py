@@ -16,7 +16,7 @@ from loraplex_services.simulate.least_squares import fit
 from loraplex_services.worker.scheduling.drafts import FIXED_ROWS, NUM_MATCHED
 
 MIN_STEPS = 20
-"""Fewer say nothing."""
+"""A fit to fewer steps is meaningless."""
 
 STEP_FIELDS = ("idle", "rows", "prompts", "tokens", "kv_tokens", "adapter_bytes")
 STEP_COSTS = ("idle_s", "row_s", "prompt_s", "token_s", "kv_token_s", "adapter_byte_s")

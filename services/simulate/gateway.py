@@ -32,7 +32,7 @@ class Due:
     first_token_s: float | None = None
 
     def shifted(self, by_s: float) -> Due:
-        """The same moments, so much later."""
+        """The same moments, shifted by this time."""
         return Due(*(None if s is None else s + by_s for s in (self.end_s, self.first_token_s)))
 
 

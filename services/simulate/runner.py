@@ -60,7 +60,7 @@ class SimulatedCopy(Copied):
         return self
 
     def add_done_callback(self, callback: Callable[[SimulatedCopy], object], /) -> None:
-        """Nothing sleeps here that would have to be woken."""
+        """Does nothing: nobody sleeps who would have to be woken."""
 
 
 @dataclass(frozen=True, slots=True)

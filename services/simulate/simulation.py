@@ -23,7 +23,8 @@ from loraplex_services.simulate.worker import SimulatedWorker
 from loraplex_services.worker.types.messages import EngineConfig, StepOutput, Submit
 
 _TO_GATE, _TO_WORKER, _BACK_TO_GATE = 0.45, 0.15, 0.25
-"""Shares of the time outside, as stamps showed; the rest is the time from gateway to client."""
+"""Shares of the time outside the engine, as timestamps showed; the rest is the time from gateway to
+client."""
 
 
 @dataclass(frozen=True, slots=True)
