@@ -107,17 +107,12 @@ class ModuleParts:
         if part in (BIAS, BASE_BIAS):
             return self._bias_problem(part)
         is_table = kind in (EMBEDDING, LM_HEAD)
-        if part == BASE_WEIGHT and not (
-            is_table and (self.has_lora or TOKEN_DELTA in self.tensors)
-        ):
+        trains_rows = self.has_lora or TOKEN_DELTA in self.tensors
+        if part == BASE_WEIGHT and not (is_table and trains_rows):
             return "is a copy of the base, which PEFT adds when LoRA is on embeddings; remove it"
         if part in (SAVED_COPY, ORIGINAL) and not (is_table and self._has_saved_weight):
             return "is a copy, which PEFT adds when modules_to_save has embeddings; remove it"
-        if (
-            part == WEIGHT
-            and kind not in (EMBEDDING, LM_HEAD)
-            and not saves(config, self.module.name)
-        ):
+        if part == WEIGHT and not (is_table or saves(config, self.module.name)):
             return "is a whole weight but not in modules_to_save; correct adapter_config.json"
         if part == TOKEN_DELTA and not self.token_ids:
             return "has no entry in trainable_token_indices; correct adapter_config.json"

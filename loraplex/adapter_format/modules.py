@@ -182,9 +182,8 @@ def _implied_module(name: str, tensors: Tensors, config: AdapterConfig) -> Modul
     """A module as wide as its LoRA matrices, or else as its whole weight, rows or bias."""
     inner = tensors.get(parts.A) or tensors.get(parts.EMBEDDING_A)
     outer = tensors.get(parts.B) or tensors.get(parts.EMBEDDING_B)
-    bias = tensors.get(parts.BIAS) or tensors.get(parts.BASE_BIAS)
+    outer = outer or tensors.get(parts.BIAS) or tensors.get(parts.BASE_BIAS)
     in_features = inner.shape[-1] if inner and inner.shape else 0
-    outer = outer or bias
     out_features = outer.shape[0] if outer and outer.shape else 0
     weight = tensors.get(parts.WEIGHT) or tensors.get(parts.BASE_WEIGHT)
     kind = NORM if weight and len(weight.shape) == 1 else kind_of_matrix(name)

@@ -128,11 +128,10 @@ def _read_heads(
 ) -> tuple[KvHeads, ...]:
     """The key heads of each layer. Published files have those of full layers, and files of
     transformers 5.23 those of each layer that differs."""
-    count = reader.get("num_global_key_value_heads") if keys_are_values else None
+    count = reader.get("num_global_key_value_heads")
     of_full = {"head_dim": reader.integer("global_head_dim", GLOBAL_HEAD_DIM)}
-    if count is not None:
+    if keys_are_values and count is not None:
         of_full["num_key_value_heads"] = count
-    reader.get("num_global_key_value_heads")
     default = {str(layer): of_full for layer, name in enumerate(types) if name == FULL}
     changes = reader.get("per_layer_config", default)
     if not isinstance(changes, dict) or not all(key.isdecimal() for key in changes):
