@@ -23,7 +23,7 @@ from demo.skills import held_out
 from loraplex.api.sampling import SamplingParams
 from loraplex_services.worker.runner.building import build_runner
 from loraplex_services.worker.runner.runner import TorchRunner
-from loraplex_services.worker.runner.steps import AtOnce
+from loraplex_services.worker.runner.steps import InlineExecutor
 from loraplex_services.worker.types.request import Request
 from loraplex_services.worker.types.step_plan import PlannedRow, StepPlan
 from tests.worker.loading import load_adapter
@@ -73,7 +73,7 @@ def serve(folder: Path, lora_dtype: str) -> Served:
         dtype="float32",
         arena_bytes=ARENA_BYTES,
         lora_dtype=lora_dtype,
-        executors=(AtOnce(), AtOnce()),
+        executors=(InlineExecutor(), InlineExecutor()),
     )
     load_adapter(runner, 0, folder, range)
     table = runner._adapters.table.values()

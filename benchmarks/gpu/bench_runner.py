@@ -15,7 +15,7 @@ from loraplex.api.sampling import SamplingParams
 from loraplex_services.worker.adapters.device.loader import CopiedImage
 from loraplex_services.worker.runner.building import build_runner
 from loraplex_services.worker.runner.runner import TorchRunner
-from loraplex_services.worker.runner.steps import AtOnce
+from loraplex_services.worker.runner.steps import InlineExecutor
 from loraplex_services.worker.types.request import Request
 from loraplex_services.worker.types.step_plan import PlannedRow, StepPlan
 from tests.worker.loading import blocks_of, in_blocks
@@ -60,7 +60,7 @@ class BenchRunner:
             host_cache_bytes=HOST_CACHE_BYTES,
             load_format="dummy",
             quantization=quantization,
-            executors=(AtOnce(), AtOnce()),
+            executors=(InlineExecutor(), InlineExecutor()),
         )
         self.runner.arena.data.zero_()
         self.device = self.runner.arena.data.device

@@ -25,7 +25,7 @@ from benchmarks.gpu.common import SHAPES
 from benchmarks.llama import write_adapter, write_base_config
 from loraplex_services.worker.runner.building import build_runner
 from loraplex_services.worker.runner.runner import TorchRunner
-from loraplex_services.worker.runner.steps import AtOnce
+from loraplex_services.worker.runner.steps import InlineExecutor
 from loraplex_services.worker.types.runner_protocol import Copied
 from tests.worker.loading import blocks_of, in_blocks, load_adapter
 
@@ -42,7 +42,7 @@ def main() -> None:
             arena_bytes=args.arena_bytes,
             host_cache_bytes=HOST_CACHE_BYTES,
             load_format="dummy",
-            executors=(AtOnce(), AtOnce()),
+            executors=(InlineExecutor(), InlineExecutor()),
         )
         runner.arena.data.zero_()
         device = runner.arena.data.device

@@ -44,7 +44,7 @@ from loraplex_services.worker.runner.building import build_runner
 from loraplex_services.worker.runner.cuda_graphs import CapturedStep, CapturedSteps, GraphMemory
 from loraplex_services.worker.runner.graph_inputs import DECODE, mixed_kind
 from loraplex_services.worker.runner.runner import TorchRunner
-from loraplex_services.worker.runner.steps import AtOnce, StepOrder
+from loraplex_services.worker.runner.steps import InlineExecutor, StepOrder
 from loraplex_services.worker.sampling.drawing import TORCH_DRAWS
 from loraplex_services.worker.types.messages import (
     AdapterFetched,
@@ -96,7 +96,7 @@ def make_runner(root: Path, num_rows: int, num_tokens: int) -> TorchRunner:
         max_num_seqs=num_rows,
         load_format="dummy",
         overlap="on",
-        executors=(AtOnce(), AtOnce()),
+        executors=(InlineExecutor(), InlineExecutor()),
     )
     gpu, model = runner._batches.gpu, runner._model
     assert gpu is not None, "Triton computes nothing here"

@@ -13,11 +13,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from loraplex.adapter_format.regex import (
+    Anchor,
     BadPattern,
     Branches,
     Char,
-    Here,
-    Look,
+    LookAround,
     Node,
     Repeat,
     Sequence,
@@ -54,11 +54,11 @@ _CLASSES: dict[str, Callable[[str], bool]] = {
     "s": str.isspace,
     "S": lambda char: not char.isspace(),
 }
-_START = Here(lambda chars, position: position == 0)
+_START = Anchor(lambda chars, position: position == 0)
 _PLACES = {
     "A": _START,
-    "Z": Here(lambda chars, position: position == len(chars)),
-    "b": Here(_at_boundary),
+    "Z": Anchor(lambda chars, position: position == len(chars)),
+    "b": Anchor(_at_boundary),
 }
 
 
@@ -122,7 +122,7 @@ class _Parser:
         if counts is None:
             return part
         low, high = counts
-        if isinstance(part, Here):
+        if isinstance(part, Anchor):
             raise self.error("repeats a position")
         if part.min_width == 0 and high != 1:
             raise self.error("repeats something that can match nothing")
@@ -160,7 +160,7 @@ class _Parser:
         if char == "^":
             return _START
         if char == "$":
-            return Here(_at_line_end)
+            return Anchor(_at_line_end)
         if char in "*+?{":
             raise self.error("has nothing to repeat")
         return _literal(char)
@@ -192,7 +192,7 @@ class _Parser:
         ahead, negative = look
         if not ahead and body.min_width != body.max_width:
             raise self.error("looks back over a varying width")
-        return Look(body, ahead, negative)
+        return LookAround(body, ahead, negative)
 
     def group_kind(self) -> tuple[bool, bool] | None:
         """Read what follows the '(': (ahead, negative) of a look-around, None of a plain group."""

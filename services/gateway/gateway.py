@@ -16,7 +16,7 @@ from loraplex.errors import LoraplexError
 from loraplex_services.common.grpc import server as grpc_server
 from loraplex_services.common.grpc.channels import Channels
 from loraplex_services.common.limits import LIST_CALLS, USAGE_CALLS
-from loraplex_services.common.processes.process import calm_collector
+from loraplex_services.common.processes.process import freeze_heap
 from loraplex_services.common.processes.signals import stop_event
 from loraplex_services.common.settings.env import GATEWAY_LISTEN, HTTP_LISTEN
 from loraplex_services.common.telemetry.metrics import MetricsServer
@@ -356,7 +356,7 @@ async def serve() -> None:
     stopping = stop_event()
     gateway = Gateway(config, stopping, open_tracer("gateway", os.environ, now_s))
     await gateway.start()
-    calm_collector()
+    freeze_heap()
     try:
         await grpc_server.serve(
             gateway.grpc,

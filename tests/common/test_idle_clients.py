@@ -18,7 +18,7 @@ from loraplex.v1 import registry_pb2 as pb
 from loraplex.v1 import registry_pb2_grpc
 from loraplex_services.common import limits
 from loraplex_services.common.callers import Caller
-from loraplex_services.common.grpc import strangers
+from loraplex_services.common.grpc import anonymous_calls
 from loraplex_services.common.grpc.server import LIVENESS, start
 
 pytestmark = pytest.mark.hostile
@@ -88,7 +88,7 @@ async def call(port: int, tenant: str) -> str:
 async def test_of_too_many_calls_without_a_key_and_a_request_the_oldest_one_ends(
     port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(strangers, "MAX_OPEN_STREAMS", MOST)
+    monkeypatch.setattr(anonymous_calls, "MAX_OPEN_STREAMS", MOST)
     async with client(port, opening(MOST + 1, path=CHECK)) as received:
         assert await ended_stream(received) == 1
         await check_health(port)
@@ -98,7 +98,7 @@ async def test_of_too_many_calls_without_a_key_and_a_request_the_oldest_one_ends
 async def test_of_too_many_answers_without_a_key_that_nobody_reads_the_oldest_one_is_dropped(
     port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(strangers, "MAX_OPEN_STREAMS", MOST)
+    monkeypatch.setattr(anonymous_calls, "MAX_OPEN_STREAMS", MOST)
     async with client(port, opening(MOST + 1, asks=True, path=CHECK)) as received:
         with contextlib.suppress(ConnectionResetError):
             while await received.read(1 << 16):

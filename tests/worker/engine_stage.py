@@ -11,7 +11,7 @@ from loraplex.api.sampling import SamplingParams
 from loraplex_services.worker.engine.engine import Engine
 from loraplex_services.worker.runner.building import build_runner
 from loraplex_services.worker.runner.runner import TorchRunner
-from loraplex_services.worker.runner.steps import AtOnce
+from loraplex_services.worker.runner.steps import InlineExecutor
 from loraplex_services.worker.types.messages import (
     AdapterFetched,
     Command,
@@ -49,7 +49,7 @@ def make_runner(
         max_resident=8,
         max_num_batched_tokens=max_num_batched_tokens,
         overlap=overlap,
-        executors=(AtOnce(), AtOnce()),
+        executors=(InlineExecutor(), InlineExecutor()),
     )
 
 

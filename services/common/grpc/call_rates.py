@@ -22,7 +22,7 @@ from loraplex_services.common.limits import (
     REFUSED_CALLS,
     SERVICE_KEY_IDS,
 )
-from loraplex_services.common.recent import Recent
+from loraplex_services.common.lru_cache import LruCache
 
 MAX_TENANTS = 10_000
 MAX_DEBT_S = 10.0
@@ -38,7 +38,7 @@ class CallRates:
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
-        self._used_until_s: Recent[str, float] = Recent(MAX_TENANTS)
+        self._used_until_s: LruCache[str, float] = LruCache(MAX_TENANTS)
 
     async def wait(self, caller: Caller, num_calls: int) -> None:
         """Wait until a call that counts as `num_calls` is within the rate of its tenant. Services,

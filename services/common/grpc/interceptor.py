@@ -40,10 +40,10 @@ from loraplex_services.common.callers import (
     note_read,
     peer_names,
 )
+from loraplex_services.common.grpc.anonymous_calls import AnonymousCalls
 from loraplex_services.common.grpc.call_rates import CallCost, CallRates, DelayedRefusals
 from loraplex_services.common.grpc.large_messages import LargeMessages
 from loraplex_services.common.grpc.open_calls import OpenCalls
-from loraplex_services.common.grpc.strangers import Strangers
 from loraplex_services.common.grpc.waiting_calls import WaitingCalls
 from loraplex_services.common.limits import MAX_OPEN_STREAMS, check_message, limits_of
 from loraplex_services.common.security.wrong_keys import current_peer, peer_of_grpc
@@ -81,7 +81,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             rates,
             refusals,
             LargeMessages(),
-            Strangers(waiting_calls.close),
+            AnonymousCalls(waiting_calls.close),
         )
         self._wrapped: dict[str, grpc.RpcMethodHandler[Any, Any]] = {}
         """Handlers of methods, made when first called."""
@@ -135,12 +135,13 @@ def _reading(handler: Any, behaviour: Any) -> grpc.RpcMethodHandler[Any, Any]:
 def _open_to_all(handler: Any, method: str, shared: _Shared) -> grpc.RpcMethodHandler[Any, Any]:
     """A handler for a method that needs no key. Its calls are counted, because unauthenticated
     callers may open them."""
-    call, strangers = _Call(method, shared, handler.request_deserializer), shared.strangers
+    call = _Call(method, shared, handler.request_deserializer)
+    anonymous = shared.anonymous_calls
 
     async def answered(_: Any, context: Context) -> Any:
         async with _status_of_failure(method, context):
-            request = call.parsed(call.present(await strangers.request(context)))
-            strangers.answer(context)
+            request = call.parsed(call.present(await anonymous.request(context)))
+            anonymous.answer(context)
             return await handler.unary_unary(request, context)
 
     async def streamed(_: Any, context: Context) -> None:
@@ -148,7 +149,7 @@ def _open_to_all(handler: Any, method: str, shared: _Shared) -> grpc.RpcMethodHa
             if handler.request_streaming:
                 request, inner = _Requests(call, context), handler.stream_stream
             else:
-                request = call.parsed(call.present(await strangers.request(context)))
+                request = call.parsed(call.present(await anonymous.request(context)))
                 inner = handler.unary_stream
             with shared.opened(method):
                 if inspect.isasyncgenfunction(inner):
@@ -170,7 +171,7 @@ class _Shared:
     rates: CallRates
     refusals: DelayedRefusals
     large: LargeMessages
-    strangers: Strangers
+    anonymous_calls: AnonymousCalls
     num_open: Counter[str] = field(default_factory=Counter)
     """Streams of methods that need no key, by method."""
 

@@ -39,7 +39,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from loraplex.allocation import return_free_memory
 from loraplex_services.common.grpc.connections import Connections
 from loraplex_services.common.limits import MAX_WAITING_CALLS
-from loraplex_services.common.recent import Recent
+from loraplex_services.common.lru_cache import LruCache
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ class WaitingCalls:
         self._num_taken = 0
         self._never_taken = 0
         """Calls that had arrived and that Python will not take, because they are malformed."""
-        self._with_key: Recent[str, bool] = Recent(_MAX_PEERS)
+        self._with_key: LruCache[str, bool] = LruCache(_MAX_PEERS)
         self._folder = ""
         """A private folder with the socket for the server's own calls. It is removed when this
         object is collected or the process ends, even after a failed start, unless the process is

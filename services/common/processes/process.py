@@ -43,7 +43,7 @@ def begin_child(name: str) -> None:
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
 
 
-def calm_collector() -> None:
+def freeze_heap() -> None:
     """Exclude the objects that exist now from garbage collection. Call it once a service has
     started.
 

@@ -16,9 +16,9 @@ from typing import Any
 
 from loraplex.errors import LoraplexError, ResourceExhausted, Unavailable
 from loraplex_services.common.limits import PoolLimits
+from loraplex_services.common.lru_cache import LruCache
 from loraplex_services.common.processes.job_process import FRAME, MAX_FRAME_BYTES
 from loraplex_services.common.processes.piped_process import start_module
-from loraplex_services.common.recent import Recent
 from loraplex_services.common.tenant_slots import TenantSlots
 
 logger = logging.getLogger(__name__)
@@ -64,9 +64,9 @@ class ProcessPool:
         """All running processes, idle or not."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._gone = asyncio.Event()
-        self._refused: Recent[Hashable, tuple[float, bool]] = Recent(MAX_REFUSED)
+        self._refused: LruCache[Hashable, tuple[float, bool]] = LruCache(MAX_REFUSED)
         """When each job failed, and whether it ran out of time."""
-        self._answers: Recent[Hashable, bytes] = Recent(limits.num_answers)
+        self._answers: LruCache[Hashable, bytes] = LruCache(limits.num_answers)
         self._is_closed = False
 
     @property

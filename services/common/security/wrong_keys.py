@@ -15,7 +15,7 @@ from urllib.parse import unquote
 
 from loraplex.errors import ResourceExhausted
 from loraplex_services.common.limits import MAX_WRONG_KEYS_PER_PEER, WRONG_KEYS_PER_S
-from loraplex_services.common.recent import Recent
+from loraplex_services.common.lru_cache import LruCache
 
 MAX_PEERS = 10_000
 _IPV6_NETWORK_BITS = 64
@@ -31,7 +31,7 @@ class WrongKeys:
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
-        self._peers: Recent[str, tuple[float, float]] = Recent(MAX_PEERS)
+        self._peers: LruCache[str, tuple[float, float]] = LruCache(MAX_PEERS)
         """When a peer's last wrong key came, and how many it may still send."""
 
     def check(self) -> None:

@@ -29,7 +29,7 @@ class TenantRates:
 
     async def charge_request(self, limits: TenantLimits) -> None:
         """Charge one request, whatever becomes of it. Raises: ResourceExhausted."""
-        await self._pay("requests", limits.tenant, limits.requests_per_s, 1.0)
+        await self._spend("requests", limits.tenant, limits.requests_per_s, 1.0)
 
     @asynccontextmanager
     async def charged(
@@ -46,16 +46,16 @@ class TenantRates:
             yield
         finally:
             unused = float(max_tokens - num_used())
-            await self._unpay("tokens", limits.tenant, limits.tokens_per_s, unused)
+            await self._refund("tokens", limits.tenant, limits.tokens_per_s, unused)
 
     async def _charge_tokens(self, limits: TenantLimits, num_tokens: int) -> None:
         try:
-            await self._pay("tokens", limits.tenant, limits.tokens_per_s, float(num_tokens))
+            await self._spend("tokens", limits.tenant, limits.tokens_per_s, float(num_tokens))
         except LoraplexError:
-            await self._unpay("requests", limits.tenant, limits.requests_per_s, 1.0)
+            await self._refund("requests", limits.tenant, limits.requests_per_s, 1.0)
             raise
 
-    async def _pay(self, unit: str, tenant: str, rate: float, amount: float) -> None:
+    async def _spend(self, unit: str, tenant: str, rate: float, amount: float) -> None:
         if rate <= 0:
             return
         name = f"{unit}:{tenant}"
@@ -85,7 +85,7 @@ class TenantRates:
                 retry_after_s=max(grant.wait_s, 0.001),
             )
 
-    async def _unpay(self, unit: str, tenant: str, rate: float, amount: float) -> None:
+    async def _refund(self, unit: str, tenant: str, rate: float, amount: float) -> None:
         if rate <= 0 or amount <= 0:
             return
         name = f"{unit}:{tenant}"

@@ -19,7 +19,7 @@ from loraplex.api.request import UpdatePolicy
 from loraplex.errors import DeadlineExceeded, InvalidRequest, LoraplexError, ResourceExhausted
 from loraplex.refs import parse_ref
 from loraplex_services.common.limits import MAX_PAUSED_PER_TENANT
-from loraplex_services.common.recent import Recent
+from loraplex_services.common.lru_cache import LruCache
 from loraplex_services.common.shared_work import SharedWork
 from loraplex_services.gateway.clock import now_s
 from loraplex_services.gateway.pipeline.held_prompts import HeldPrompts
@@ -94,9 +94,9 @@ class LiveRequests:
         """Requests that wait for the end of a pause."""
         self._loads: SharedWork[tuple[str, str], None] = SharedWork()
         """Loads in progress, by worker and digest."""
-        self._loaded_s: Recent[tuple[str, str], float] = Recent(_MAX_LOADED)
+        self._loaded_s: LruCache[tuple[str, str], float] = LruCache(_MAX_LOADED)
         """When loads ended, on the clock of the event loop."""
-        self._used: Recent[tuple[Adapter, str], tuple[float, set[str]]] = Recent(_MAX_IN_USE)
+        self._used: LruCache[tuple[Adapter, str], tuple[float, set[str]]] = LruCache(_MAX_IN_USE)
         """When the last request of an adapter ended, and which workers had run it, by adapter and
         base."""
         self._ahead: set[Adapter] = set()

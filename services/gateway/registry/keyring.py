@@ -16,7 +16,7 @@ from loraplex.api_keys import TOKEN
 from loraplex.errors import LoraplexError, PermissionDenied, Unauthenticated
 from loraplex_services.common.callers import Caller
 from loraplex_services.common.limits import MAX_UNCHECKED_KEY_S
-from loraplex_services.common.recent import Recent
+from loraplex_services.common.lru_cache import LruCache
 from loraplex_services.common.security.wrong_keys import WrongKeys
 from loraplex_services.common.shared_work import SharedWork
 from loraplex_services.gateway.clock import now_s
@@ -68,8 +68,8 @@ class KeyRing:
         self._wrong_keys = WrongKeys(now)
         # By sha256 of the token, so that no secrets are kept. Anybody can invent bad keys; they
         # must not displace good ones.
-        self._known: Recent[bytes, _Known] = Recent(MAX_KNOWN)
-        self._refused: Recent[bytes, _Refused] = Recent(MAX_REFUSED)
+        self._known: LruCache[bytes, _Known] = LruCache(MAX_KNOWN)
+        self._refused: LruCache[bytes, _Refused] = LruCache(MAX_REFUSED)
         self._asking: SharedWork[bytes, Caller] = SharedWork()
 
     async def check(self, method: str, metadata: Mapping[str, str]) -> Caller:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from loraplex.api.registry import Tag
 from loraplex.refs import LATEST, Ref, split_choice
-from loraplex_services.common.recent import Recent
+from loraplex_services.common.lru_cache import LruCache
 from loraplex_services.gateway.request import ServedContent
 
 Adapter = tuple[str, str]
@@ -85,7 +85,7 @@ class RegistrySnapshot:
         """Tags with a staged move, by tenant, name in lower case and tag."""
         self.num_changes = 0
         """How often a version was put."""
-        self._changed: Recent[tuple[Adapter, int], int] = Recent(_MAX_CHANGES)
+        self._changed: LruCache[tuple[Adapter, int], int] = LruCache(_MAX_CHANGES)
         """`num_changes` after the last change of a version."""
 
     def put_version(self, version: Version) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 
 from loraplex.api.tenants import TenantLimits
 from loraplex.errors import LoraplexError
-from loraplex_services.common.recent import Recent
+from loraplex_services.common.lru_cache import LruCache
 from loraplex_services.common.shared_work import SharedWork
 from loraplex_services.gateway.clock import now_s
 
@@ -31,7 +31,7 @@ class TenantDirectory:
     def __init__(self, ask: Ask, now: Callable[[], float] = now_s) -> None:
         self._ask = ask
         self._now = now
-        self._known: Recent[str, tuple[float, TenantLimits]] = Recent(MAX_REMEMBERED)
+        self._known: LruCache[str, tuple[float, TenantLimits]] = LruCache(MAX_REMEMBERED)
         self._asking: SharedWork[str, TenantLimits] = SharedWork()
 
     async def limits(self, tenant: str) -> TenantLimits:

@@ -16,8 +16,8 @@ from loraplex.adapter_format import File
 from loraplex.adapter_format.added_tokens import MAX_TEXT_BYTES, AddedToken
 from loraplex.errors import LoraplexError, Unavailable
 from loraplex_services.common.chat_template import ChatFormat
+from loraplex_services.common.lru_cache import LruCache
 from loraplex_services.common.processes.process_pool import JobFailed
-from loraplex_services.common.recent import Recent
 from loraplex_services.common.shared_work import SharedWork
 from loraplex_services.common.tenant_slots import TenantSlots
 from loraplex_services.gateway.request import Target
@@ -52,7 +52,7 @@ class AdapterText:
     def __init__(self, read_files: ReadFiles, max_kept_bytes: int = MAX_KEPT_BYTES) -> None:
         """`read_files` gives the files of a version, by its label, checked against their sha256."""
         self._read_files = read_files
-        self._kept: Recent[Key, _Kept] = Recent(max_kept_bytes)
+        self._kept: LruCache[Key, _Kept] = LruCache(max_kept_bytes)
         self._being_made: SharedWork[Key, BaseTokenizer] = SharedWork()
         self._slots = TenantSlots(_MAX_READERS)
         self._reader = TextFilesReader()

@@ -68,7 +68,7 @@ class HarmonyReader:
 
     def finish(self) -> Delta:
         if self._kind is not None or self._is_first:
-            self._say(self._buffer, self._num_fed - len(self._buffer))
+            self._add_text(self._buffer, self._num_fed - len(self._buffer))
         self._buffer = ""
         self._end()
         return self._taken()
@@ -97,16 +97,16 @@ class HarmonyReader:
         """Read a message. Returns False if it has not ended. Mutates: kind, buffer."""
         begin = self._num_fed - len(self._buffer)
         if self._is_plain:
-            self._say(self._buffer, begin)
+            self._add_text(self._buffer, begin)
             self._buffer = ""
             return False
         shown, mark, self._buffer = cut_at_mark(self._buffer, _ENDS)
-        self._say(shown, begin)
+        self._add_text(shown, begin)
         if mark:
             self._end()
         return bool(mark)
 
-    def _say(self, text: str, begin: int) -> None:
+    def _add_text(self, text: str, begin: int) -> None:
         """Add text to the message. `begin` is its offset in the answer."""
         if not text:
             return
@@ -131,7 +131,7 @@ class HarmonyReader:
             if arguments is None:
                 self._kind, text = _Kind.CONTENT, self._arguments
                 self._begins = _Kind.CONTENT in self._begun
-                self._say(text, self._num_fed - len(self._buffer))
+                self._add_text(text, self._num_fed - len(self._buffer))
             else:
                 call = ToolCall(self.num_calls, new_call_id(), self._name, arguments)
                 self._delta.calls.append(call)

@@ -78,7 +78,7 @@ def caller_auth(config: RegistryConfig, keys: Keys) -> Auth | None:
     return None
 
 
-def comes_from_here(peer: str) -> bool:
+def is_local_peer(peer: str) -> bool:
     """Whether gRPC's name of a peer, such as `ipv4:127.0.0.1:4711`, is on this machine."""
     kind, _, address = unquote(peer).partition(":")
     if kind == "unix":

@@ -16,8 +16,8 @@ from loraplex.refs import DEFAULT_TENANT
 from loraplex_services.common import documents
 from loraplex_services.common.callers import ROOT, Caller, note_read
 from loraplex_services.common.limits import KEY_LIFETIME_S, MAX_DESCRIPTION_CHARS, check_chars
+from loraplex_services.common.lru_cache import LruCache
 from loraplex_services.common.objects import ObjectStore
-from loraplex_services.common.recent import Recent
 from loraplex_services.registry import layout
 from loraplex_services.registry.access.permissions import EVERYTHING, Access
 from loraplex_services.registry.records import KeyRecord, now_s
@@ -39,8 +39,8 @@ class Keys:
 
     def __init__(self, store: ObjectStore) -> None:
         self._store = store
-        self._cache: Recent[str, tuple[float, KeyRecord]] = Recent(MAX_CACHED)
-        self._unknown: Recent[str, float] = Recent(MAX_CACHED)
+        self._cache: LruCache[str, tuple[float, KeyRecord]] = LruCache(MAX_CACHED)
+        self._unknown: LruCache[str, float] = LruCache(MAX_CACHED)
         """When an id was last looked up in vain. Anybody can invent ids; they must not displace
         known keys."""
         self._creating_first = asyncio.Lock()

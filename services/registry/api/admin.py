@@ -23,7 +23,7 @@ from loraplex_services.common.limits import (
     check_chars,
 )
 from loraplex_services.common.tenant_slots import TenantSlots
-from loraplex_services.registry.access.auth import comes_from_here
+from loraplex_services.registry.access.auth import is_local_peer
 from loraplex_services.registry.access.permissions import Access
 from loraplex_services.registry.access.sharing import (
     MAX_LABELS,
@@ -169,7 +169,7 @@ class AdminService(registry_pb2_grpc.RegistryServiceServicer):
     async def CreateFirstKey(
         self, request: pb.CreateFirstKeyRequest, context: Any
     ) -> pb.CreateFirstKeyResponse:
-        if not comes_from_here(context.peer()):
+        if not is_local_peer(context.peer()):
             raise PermissionDenied(
                 "the first admin key is made on the registry's own machine; run the command "
                 "there, or name a file with one in LORAPLEX_ADMIN_KEY_FILE"

@@ -12,7 +12,7 @@ from loraplex.errors import Unavailable
 from loraplex_services.common.grpc import server as grpc_server
 from loraplex_services.common.objects import ObjectStore, open_store
 from loraplex_services.common.objects.probe import probe
-from loraplex_services.common.processes.process import calm_collector
+from loraplex_services.common.processes.process import freeze_heap
 from loraplex_services.common.processes.signals import stop_event
 from loraplex_services.common.redis_url import connect_redis
 from loraplex_services.common.security.service_token import read_service_token
@@ -128,7 +128,7 @@ async def _become_ready(config: RegistryConfig, state: RegistryState) -> None:
             state.not_ready_reason = error.message
             await asyncio.sleep(_START_RETRY_S)
     state.not_ready_reason = ""
-    calm_collector()
+    freeze_heap()
     await state.running.set_ready(True)
     logger.info("ready", extra={"objects": registry.store.url})
     await asyncio.gather(

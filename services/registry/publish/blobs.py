@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from loraplex.adapter_format import File
 from loraplex.errors import Blocked, InvalidAdapter, LoraplexError
+from loraplex_services.common.lru_cache import LruCache
 from loraplex_services.common.objects import ObjectStore, ObjectStoreError, Segment
-from loraplex_services.common.recent import Recent
 from loraplex_services.registry import layout
 from loraplex_services.registry.publish.failpoint import failpoint
 from loraplex_services.registry.publish.inspection import FileSource, Inspected
@@ -29,7 +29,7 @@ class Blobs:
     def __init__(self, store: ObjectStore, uploads: Uploads) -> None:
         self._store = store
         self._uploads = uploads
-        self._seen: Recent[tuple[str, bool], float] = Recent(_MAX_SEEN)
+        self._seen: LruCache[tuple[str, bool], float] = LruCache(_MAX_SEEN)
         """When blobs were last found to be intact and fresh, on the clock of the event loop, by key
         and by whether they were made durable then."""
 

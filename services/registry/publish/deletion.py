@@ -143,16 +143,16 @@ class Deletion:
         found = await self.catalog.find(scope, "version", str(number))
         indexed = next(iter(found.versions), None)
         try:
-            buried = await self._bury(tenant, name, number, True, indexed)
+            tombstone = await self._write_tombstone(tenant, name, number, True, indexed)
         except DataLoss:
             await self.catalog.forget_pending([operation])
             raise
-        if buried is None:
+        if tombstone is None:
             await self.catalog.forget_pending([operation])
             return None
         failpoint("delete.tombstone")
-        await self._withdraw([buried], mover, operation, found.adapter)
-        return buried
+        await self._withdraw([tombstone], mover, operation, found.adapter)
+        return tombstone
 
     async def _delete(
         self, tenant: str, name: str, numbers: Sequence[int], mover: str, *, purge: bool
@@ -162,8 +162,8 @@ class Deletion:
         operation = await self.catalog.note_pending(scope_of(tenant, name))
         deleted = []
         for number in numbers:
-            buried = await self._bury(tenant, name, number, purge)
-            deleted.append(buried or await self._record(tenant, name, number))
+            tombstone = await self._write_tombstone(tenant, name, number, purge)
+            deleted.append(tombstone or await self._record(tenant, name, number))
         failpoint("delete.tombstone")
         for record in deleted:
             action = "version.purge" if purge else "version.delete"
@@ -203,7 +203,7 @@ class Deletion:
         items += [version_item(record, adapter) for record in deleted]
         await self.catalog.apply(scope_of(tenant, name), items, operation=operation)
 
-    async def _bury(
+    async def _write_tombstone(
         self,
         tenant: str,
         name: str,

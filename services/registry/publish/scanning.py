@@ -11,7 +11,7 @@ from loraplex.adapter_format import parse_header, prefix_bytes
 from loraplex.adapter_format.safetensors_header import LENGTH_BYTES
 from loraplex.adapter_format.tensor_scan import TensorScan
 from loraplex.errors import InvalidAdapter
-from loraplex_services.common.recent import Recent
+from loraplex_services.common.lru_cache import LruCache
 
 _MAX_KEPT_BYTES = 16 << 20
 _ENTRY_BYTES = 512
@@ -27,7 +27,7 @@ class Scans:
     """Results for files that arrived recently."""
 
     def __init__(self) -> None:
-        self._zeros: Recent[str, frozenset[str]] = Recent(_MAX_KEPT_BYTES)
+        self._zeros: LruCache[str, frozenset[str]] = LruCache(_MAX_KEPT_BYTES)
 
     def zero_tensors(self, sha256: str) -> frozenset[str] | None:
         """Names of the all-zero tensors of a file whose values are all finite; None = not known."""

@@ -16,8 +16,8 @@ from loraplex.adapter_format.patterns import has_expressions
 from loraplex.adapter_format.strict_json import read_object
 from loraplex.errors import InvalidAdapter, Violation
 from loraplex_services.common.limits import VALIDATIONS, PoolLimits
+from loraplex_services.common.lru_cache import LruCache
 from loraplex_services.common.processes.process_pool import JobFailed, ProcessPool
-from loraplex_services.common.recent import Recent
 from loraplex_services.common.tenant_slots import TenantSlots
 from loraplex_services.registry.publish.validation_process import ValidationJob, ValidationOutcome
 
@@ -44,7 +44,7 @@ class Validations:
         self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="validation")
         """Separate from the threads that read and write objects, which must not wait for these."""
         self._slots = TenantSlots(_NUM_THREADS)
-        self._kept: Recent[_Key, tuple[Geometry, Report, Header]] = Recent(_MAX_KEPT_BYTES)
+        self._kept: LruCache[_Key, tuple[Geometry, Report, Header]] = LruCache(_MAX_KEPT_BYTES)
 
     async def check(self, tenant: str, job: ValidationJob) -> tuple[Report, Header]:
         """A valid adapter's description and header.

@@ -188,7 +188,7 @@ class Engine:
         for request, error in self.scheduler.expired(begin_s):
             self._outputs.fail(request, error, begin_s)
         self._has_acted = False
-        plan = self.scheduler.plan(begin_s, lambda num_rows: self._bring(num_rows, begin_s))
+        plan = self.scheduler.plan(begin_s, lambda num_rows: self._start_loads(num_rows, begin_s))
         self._carry_out(begin_s)
         if plan.rows:
             self._launch(plan, begin_s)
@@ -300,7 +300,7 @@ class Engine:
             self.cache.cancel_prefetch(digest)
             self._fail_waiting(digest, error, now)
 
-    def _bring(self, num_rows: int, now: float) -> bool:
+    def _start_loads(self, num_rows: int, now: float) -> bool:
         """Begin the loads of the step that is being planned, and wait for them if that is worth it.
         True if an adapter may have arrived."""
         num_changes = self.cache.num_changes

@@ -16,7 +16,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from loraplex.api.sampling import Grammar, GrammarTokens
 from loraplex.errors import LoraplexError, Unsupported
-from loraplex_services.common.recent import Recent
+from loraplex_services.common.lru_cache import LruCache
 from loraplex_services.worker.grammars.compiling import compile_grammar, read_vocabulary
 from loraplex_services.worker.grammars.constraint import AdapterMatcher, GrammarConstraint, resume
 from loraplex_services.worker.grammars.tenant_threads import TenantThreads
@@ -48,7 +48,7 @@ class Grammars:
         except Unsupported as error:
             self._vocabulary = error
         self._eos_ids = tuple(eos_ids)
-        self._compiled: Recent[Grammar, LLMatcher] = Recent(MAX_COMPILED_S)
+        self._compiled: LruCache[Grammar, LLMatcher] = LruCache(MAX_COMPILED_S)
         self._compiled_lock = threading.Lock()
         self._opening: dict[str, tuple[Request, Future[GrammarConstraint]]] = {}
         self._followed: dict[str, tuple[Request, GrammarConstraint]] = {}

@@ -23,7 +23,7 @@ class Level(NamedTuple):
     processors: str
     machines: tuple[str, ...] = _X86_64
     """Values of `platform.machine()` of the processors."""
-    half_wins: bool = False
+    prefers_half: bool = False
     """Whether complete steps are faster in bfloat16 than in float32 over half-precision weights."""
     products: str = "float32 vectors"
     """The base's products in bfloat16; in float32, every level uses vectors of float32."""
@@ -43,7 +43,7 @@ LEVELS = {
     "amx": Level(
         (*_BF16, "-mamx-tile", "-mamx-bf16", "-mamx-int8"),
         "Intel Sapphire Rapids and later Xeons",
-        half_wins=True,
+        prefers_half=True,
         products="AMX tiles",
         updates="AMX tiles",
         attention="AMX tiles",
@@ -51,7 +51,7 @@ LEVELS = {
     "avx512_bf16": Level(
         _BF16,
         "AMD Zen 4 and later, Intel Cooper Lake, Intel Xeons whose AMX is hidden",
-        half_wins=True,
+        prefers_half=True,
         products=_FASTER,
         updates=_FASTER,
         attention="dot products",
@@ -60,14 +60,14 @@ LEVELS = {
     "avx2": Level(
         ("-mavx2", "-mfma", "-mf16c"),
         "other x86-64 since 2013",
-        half_wins=True,
+        prefers_half=True,
         products="16-bit integers",
     ),
     "neon_bf16": Level(
         (ARM_BF16,),
         "Linux on aarch64 with BF16 (Armv8.6): AWS Graviton 3, AmpereOne, NVIDIA Grace",
         _AARCH64,
-        half_wins=True,
+        prefers_half=True,
         products=_FASTER,
         updates=_FASTER,
         attention="dot products",
@@ -166,7 +166,7 @@ def half_is_fast(wanted: str) -> bool:
     isa = next(iter(host_isas()), TORCH) if wanted == "auto" else wanted
     if isa == TORCH:
         return has_amx()
-    return isa in host_isas() and LEVELS[isa].half_wins
+    return isa in host_isas() and LEVELS[isa].prefers_half
 
 
 def choose_isa(wanted: str) -> str:
@@ -194,7 +194,7 @@ def level_table() -> str:
     head = ("level", "processors", "`auto` computes in", "products", "low-rank updates")
     rows = [[*head, "attention", "norms, gate, sampling"], ["---"] * 7]
     for isa, level in LEVELS.items():
-        dtype = "bfloat16" if level.half_wins else "float32"
+        dtype = "bfloat16" if level.prefers_half else "float32"
         paths = (level.products, level.updates, level.attention, "float32 vectors")
         rows.append([f"`{isa}`", level.processors, dtype, *paths])
     dtype = "float32; bfloat16 with AMX"

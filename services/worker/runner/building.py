@@ -57,7 +57,7 @@ from loraplex_services.worker.runner.numerics import (
     FLOAT_DTYPES,
     dtype_name,
     fingerprint,
-    half_wins,
+    prefers_half,
     resolve_device,
     resolve_dtype,
 )
@@ -138,32 +138,28 @@ def _build(
     ranks: Ranks,
 ) -> TorchRunner:
     """Build one rank's part of a base; see `build_runner`."""
-    torch_device = resolve_device(settings.device)
-    torch_dtype = resolve_dtype(
-        settings.dtype, torch_device, _half_wins(model_dir, settings.load_format, settings.cpu_isa)
-    )
-    operators = choose_operators(
-        torch_device, torch_dtype, settings.cpu_isa, settings.attention_backend
-    )
+    device = resolve_device(settings.device)
+    dtype = resolve_dtype(settings.dtype, device, _prefers_half(model_dir, settings))
+    operators = choose_operators(device, dtype, settings.cpu_isa, settings.attention_backend)
     operators.ranks = ranks
-    operators.division = division_of(settings, ranks, torch_device, torch_dtype)
-    operators.attention_maker.kv_cache_dtype = _stored_kv(settings.kv_cache_dtype, torch_dtype)
-    logger.info("computing in %s with %s", dtype_name(torch_dtype), operators.name)
+    operators.division = division_of(settings, ranks, device, dtype)
+    operators.attention_maker.kv_cache_dtype = _stored_kv(settings.kv_cache_dtype, dtype)
+    logger.info("computing in %s with %s", dtype_name(dtype), operators.name)
     if isinstance(operators, NativeOperators):
         operators.native.set_threads(torch.get_num_threads())  # to pack weights
-    model = _read_model(model_dir, settings, torch_dtype, torch_device, operators)
+    model = _read_model(model_dir, settings, dtype, device, operators)
     _check_context(model.config, settings.max_model_len)
-    share_threads(model.weight_bytes, operators, torch_device)
+    share_threads(model.weight_bytes, operators, device)
     size = ArenaSize(settings.arena_bytes, settings.arena_share, settings.gpu_memory_utilization)
     largest = settings.max_num_batched_tokens, settings.max_num_seqs
-    kv = allocate(size, model, operators, torch_dtype, torch_device, largest)
+    kv = allocate(size, model, operators, dtype, device, largest)
     sites = model.site_weights
     geometry = base_geometry(model_dir, model.config, sites.table)
     base_key = weights_key(model_dir, geometry, settings.quantization)
     stored = stored_dtype(settings.lora_dtype, operators, kv)
     layout = _adapter_layout(model, kv, operators, settings.max_lora_rank, base_key, stored)
     log_division(layout)
-    packer = Packer(geometry, layout, SiteValues(sites, layout, torch_device))
+    packer = Packer(geometry, layout, SiteValues(sites, layout, device))
     model.ropes.reserve(settings.max_resident)
     host = _pinned_cache(kv.arena, settings.host_cache_bytes)
     loader = AdapterLoader(kv.arena, packer, model.ropes, host, executors)
@@ -225,10 +221,12 @@ def _pinned_cache(arena: ArenaBuffer, num_bytes: int) -> PinnedCache | None:
     return PinnedCache(arena, num_bytes)
 
 
-def _half_wins(folder: Path, load_format: str, cpu_isa: str) -> bool:
-    """See `numerics.half_wins`. A folder without readable weights is refused later, by name."""
+def _prefers_half(folder: Path, settings: RunnerSettings) -> bool:
+    """See `numerics.prefers_half`. A folder without readable weights is refused later, by name."""
+    if settings.load_format != "auto":
+        return False
     try:
-        return load_format == "auto" and half_wins(*published(folder), cpu_isa)
+        return prefers_half(*published(folder), settings.cpu_isa)
     except (OSError, ValueError, KeyError, AttributeError, TypeError, LoraplexError):
         return False
 

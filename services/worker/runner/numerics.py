@@ -51,10 +51,10 @@ def _no_cuda(cuda: str | None) -> str:
     )
 
 
-def resolve_dtype(name: str, device: torch.device, half_wins: bool = False) -> torch.dtype:
-    """`auto` = bfloat16 on CUDA, and on a CPU where `half_wins` (see below); else float32."""
+def resolve_dtype(name: str, device: torch.device, prefers_half: bool = False) -> torch.dtype:
+    """`auto` = bfloat16 on CUDA, and on a CPU where `prefers_half` (see below); else float32."""
     if name == "auto":
-        return torch.bfloat16 if device.type == "cuda" or half_wins else torch.float32
+        return torch.bfloat16 if device.type == "cuda" or prefers_half else torch.float32
     if name not in FLOAT_DTYPES:
         known = ", ".join(("auto", *FLOAT_DTYPES))
         raise InvalidRequest.field("dtype", name, f"must be one of {known}")
@@ -78,7 +78,7 @@ def choose_threads(weight_bytes: int, num_cores: int) -> int:
     return max(1, min(num_cores, weight_bytes // WEIGHT_BYTES_PER_THREAD))
 
 
-def half_wins(weight_bytes: int, is_half: bool, cpu_isa: str) -> bool:
+def prefers_half(weight_bytes: int, is_half: bool, cpu_isa: str) -> bool:
     """Whether whole steps on this CPU are faster in bfloat16, for this base, than in float32.
 
     They are where the kernels have bfloat16 dot products, or products in fixed point

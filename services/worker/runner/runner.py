@@ -29,13 +29,13 @@ from loraplex_services.worker.runner.proposals import propose
 from loraplex_services.worker.runner.step_batch import BatchMaker
 from loraplex_services.worker.runner.step_inputs import StepInputs
 from loraplex_services.worker.runner.step_results import (
-    Passed,
+    ForwardOutput,
     StepResults,
     TokenChooser,
     select_rows,
     take_outputs,
 )
-from loraplex_services.worker.runner.steps import StepOrder, StepUnderWay
+from loraplex_services.worker.runner.steps import PendingStep, StepOrder
 from loraplex_services.worker.sampling.best_columns import BestRows
 from loraplex_services.worker.types.extents import Extents
 from loraplex_services.worker.types.runner_protocol import Copied, ModelInfo
@@ -175,7 +175,7 @@ class TorchRunner:
         return self._order.overlaps
 
     @torch.inference_mode()
-    def launch(self, plan: StepPlan) -> StepUnderWay:
+    def launch(self, plan: StepPlan) -> PendingStep:
         """Begin one forward pass and sampling: see `runner_protocol` and `step_results`."""
         step, gpu = self._batches.read(plan), self._batches.gpu
         graph = None if gpu is None else gpu.graph_of(step)
@@ -187,12 +187,14 @@ class TorchRunner:
         return self._order.launch(forward, partial(self._choose, step), not plan.awaits_masks)
 
     @torch.inference_mode()
-    def _forward(self, step: StepInputs, batch: ForwardBatch, message: bytes | None) -> Passed:
+    def _forward(
+        self, step: StepInputs, batch: ForwardBatch, message: bytes | None
+    ) -> ForwardOutput:
         take_outputs(batch.input_ids, step, self._outputs)
         if self._followers is not None and message is not None:
             self._followers.send_frame(message)
             self._share_tokens(step, batch)
-        return Passed(self._model.forward(batch), batch.lora, batch)
+        return ForwardOutput(self._model.forward(batch), batch.lora, batch)
 
     def _share_tokens(self, step: StepInputs, batch: ForwardBatch) -> None:
         """Tokens that the step before chose are on rank 0's device only."""
@@ -200,33 +202,33 @@ class TorchRunner:
             self._ranks.broadcast(batch.input_ids)
 
     @torch.inference_mode()
-    def follow(self, step: StepInputs) -> Passed:
+    def follow(self, step: StepInputs) -> ForwardOutput:
         """Compute rank 0's step on this rank's part."""
         batch = self._batches.make(step)
         self._share_tokens(step, batch)
-        return Passed(self._model.forward(batch), batch.lora, batch)
+        return ForwardOutput(self._model.forward(batch), batch.lora, batch)
 
     @torch.inference_mode()
-    def follow_logits(self, passed: Passed, token_rows: Tensor) -> None:
+    def follow_logits(self, output: ForwardOutput, token_rows: Tensor) -> None:
         """Give this rank's logits of some rows of a step to rank 0."""
-        self._model.add_to_logits(select_rows(passed.hidden, passed.lora, token_rows)[0])
+        self._model.add_to_logits(select_rows(output.hidden, output.lora, token_rows)[0])
 
     @torch.inference_mode()
-    def follow_best(self, passed: Passed, token_rows: Tensor, rows: BestRows) -> None:
+    def follow_best(self, output: ForwardOutput, token_rows: Tensor, rows: BestRows) -> None:
         """Give this rank's best token for some rows of a step to rank 0."""
-        hidden, _ = select_rows(passed.hidden, passed.lora, token_rows)
+        hidden, _ = select_rows(output.hidden, output.lora, token_rows)
         self._shared_head.best(hidden, rows)
 
     @torch.inference_mode()
-    def _replay(self, step: StepInputs, gpu: GpuPath, graph: CapturedStep) -> Passed:
-        return Passed(gpu.replay(graph, step, self._outputs), gpu.lora_batch(step.runs))
+    def _replay(self, step: StepInputs, gpu: GpuPath, graph: CapturedStep) -> ForwardOutput:
+        return ForwardOutput(gpu.replay(graph, step, self._outputs), gpu.lora_batch(step.runs))
 
     @torch.inference_mode()
-    def _choose(self, step: StepInputs, passed: Passed) -> StepResults:
-        results = self._chooser.choose(step, passed, self._outputs)
+    def _choose(self, step: StepInputs, output: ForwardOutput) -> StepResults:
+        results = self._chooser.choose(step, output, self._outputs)
         self._outputs = results.outputs
-        if self._model.draft_head is None or passed.batch is None or not step.plan.uses_cache:
+        if self._model.draft_head is None or output.batch is None or not step.plan.uses_cache:
             return results
         chosen = results.outputs.tolist()
-        proposals = propose(step.plan.rows, chosen, passed.hidden, passed.batch, self._model)
+        proposals = propose(step.plan.rows, chosen, output.hidden, output.batch, self._model)
         return replace(results, proposals=proposals)

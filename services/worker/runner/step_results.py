@@ -89,7 +89,7 @@ class StepResults:
                 sampled.experts = experts[begin:end].numpy().tobytes()
 
 
-class Passed(NamedTuple):
+class ForwardOutput(NamedTuple):
     """The results of a forward pass that sampling reads."""
 
     hidden: Tensor
@@ -111,7 +111,7 @@ class TokenChooser:
     shared: LeadingHead | None = None
     """The head, if ranks divide its tokens."""
 
-    def choose(self, step: StepInputs, passed: Passed, before: Tensor) -> StepResults:
+    def choose(self, step: StepInputs, output: ForwardOutput, before: Tensor) -> StepResults:
         """Choose a token for each row that is to have one.
 
         A row's prompt logprobs hold one entry for each computed position p whose successor p + 1 is
@@ -121,7 +121,7 @@ class TokenChooser:
         Args:
             before: the outputs of the step before.
         """
-        hidden, lora, batch = passed
+        hidden, lora, batch = output
         contexts = step.plan.contexts
         experts = self._noted_experts(batch)
         logits_of = partial(self._logits_of, hidden, lora)

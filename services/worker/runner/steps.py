@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 @dataclass(slots=True)
-class StepUnderWay:
+class PendingStep:
     """Implements `runner_protocol.LaunchedStep`."""
 
     results: Future[StepResults] | None
@@ -37,7 +37,7 @@ class StepUnderWay:
         return self.results.result().read()
 
 
-class AtOnce(Executor):
+class InlineExecutor(Executor):
     """Runs each task while it is submitted: steps that do not overlap, and, in tools and tests, the
     copies of adapters."""
 
@@ -59,16 +59,16 @@ class StepOrder:
         has_stream = device_type == "cuda"
         self.overlaps = overlap == "on" or (overlap == "auto" and has_stream)
         has_thread = self.overlaps and not has_stream
-        self._executor: Executor = ThreadPoolExecutor(1, "step") if has_thread else AtOnce()
+        self._executor: Executor = ThreadPoolExecutor(1, "step") if has_thread else InlineExecutor()
 
     def launch(
         self, forward: Callable[[], T], choose: Callable[[T], StepResults], at_once: bool
-    ) -> StepUnderWay:
+    ) -> PendingStep:
         """Begin a step: its forward pass and, where that is to be `at_once`, its sampling."""
         if at_once:
-            return StepUnderWay(self._executor.submit(lambda: choose(forward())))
+            return PendingStep(self._executor.submit(lambda: choose(forward())))
         passed = self._executor.submit(forward)
-        return StepUnderWay(None, lambda: self._executor.submit(lambda: choose(passed.result())))
+        return PendingStep(None, lambda: self._executor.submit(lambda: choose(passed.result())))
 
     def between(self, change: Callable[[], T]) -> T:
         """Run a function after all launched steps and before any later step. Waits for it."""

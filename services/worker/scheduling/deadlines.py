@@ -14,7 +14,7 @@ from loraplex_services.worker.cache.adapter_cache import AdapterCache
 from loraplex_services.worker.cache.prefix_cache import PrefixCache
 from loraplex_services.worker.scheduling.early_abort import (
     Alarms,
-    Outlook,
+    RemainingWork,
     ServiceTimes,
     latest_start_s,
 )
@@ -84,16 +84,16 @@ class Deadlines:
         due_s = self._due_s(request)
         assert due_s is not None, request.request_id
         tiers = [self._cache.tier(digest) for digest in request.adapters.digests]
-        outlook = Outlook(
+        work = RemainingWork(
             num_tokens=request.num_pending,
             num_copies=sum(tier < Tier.DEVICE for tier in tiers),
             fetched_for_s=now - request.arrival_s if Tier.NONE in tiers else None,
         )
         is_contended = len(self._running) + len(self._waiting) > 1
-        latest_s = latest_start_s(due_s, outlook, self.times, is_contended)
+        latest_s = latest_start_s(due_s, work, self.times, is_contended)
         if latest_s <= now and (num_cached := self._prefixes.match(request)):
-            outlook = replace(outlook, num_tokens=request.num_pending - num_cached)
-            latest_s = latest_start_s(due_s, outlook, self.times, is_contended)
+            work = replace(work, num_tokens=request.num_pending - num_cached)
+            latest_s = latest_start_s(due_s, work, self.times, is_contended)
         return latest_s
 
 

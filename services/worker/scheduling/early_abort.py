@@ -37,7 +37,7 @@ class ServiceTimes:
 
 
 @dataclass(frozen=True, slots=True)
-class Outlook:
+class RemainingWork:
     """The work between a waiting request and its first token."""
 
     num_tokens: int
@@ -48,22 +48,22 @@ class Outlook:
     """How long adapters have been fetched for it, in seconds; None = all are on disk."""
 
 
-def needed_s(outlook: Outlook, times: ServiceTimes, share: float) -> float:
+def needed_s(work: RemainingWork, times: ServiceTimes, share: float) -> float:
     """Seconds to the first token from now, at a quantile of what was measured."""
-    seconds = times.prefills.quantile(outlook.num_tokens, share)
-    seconds += outlook.num_copies * times.copies.quantile(share)
-    if outlook.fetched_for_s is not None:
+    seconds = times.prefills.quantile(work.num_tokens, share)
+    seconds += work.num_copies * times.copies.quantile(share)
+    if work.fetched_for_s is not None:
         # A wait costs other requests nothing, so the fastest fetch counts in every case.
-        seconds += max(0.0, times.fetches.quantile(0.0) - outlook.fetched_for_s)
+        seconds += max(0.0, times.fetches.quantile(0.0) - work.fetched_for_s)
     return seconds
 
 
 def latest_start_s(
-    deadline_s: float, outlook: Outlook, times: ServiceTimes, is_contended: bool
+    deadline_s: float, work: RemainingWork, times: ServiceTimes, is_contended: bool
 ) -> float:
     """The time from which a request that has not started will miss its deadline."""
     share = CONTENDED_QUANTILE if is_contended else 0.0
-    return deadline_s - needed_s(outlook, times, share)
+    return deadline_s - needed_s(work, times, share)
 
 
 class Alarms:

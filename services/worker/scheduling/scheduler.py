@@ -154,17 +154,17 @@ class Scheduler:
             arrive: starts queued loads, given the step's number of rows without them; returns True
                 if one of them has completed.
         """
-        must_go = outgrown(self._running, self._limits.rope_switch_len)
-        if self._num_in_flight and must_go:
-            return self._number(())
-        for request in must_go:
+        outgrown_requests = outgrown(self._running, self._limits.rope_switch_len)
+        if self._num_in_flight and outgrown_requests:
+            return self._make_plan(())
+        for request in outgrown_requests:
             self._preempt(request, now)
         shares, budget = self.budget.share(self._running, bool(self.waiting))
         wanted = self._allocator.wanted(shares)
         has_preempted = False
         if not self._allocator.grow_all(wanted, now):
             if self._num_in_flight:
-                return self._number(())
+                return self._make_plan(())
             preempt = partial(self._preempt, now=now)
             has_preempted = self._allocator.grow_some(wanted, preempt, now)
         self._uncached.begin_step()
@@ -181,7 +181,7 @@ class Scheduler:
         prompts = self._running.prompts
         others = [prompts[name].row(n) for name, n in shares.items() if n and name in prompts]
         rows = self._uncached.choose(in_batch_order(decodes, others + started))
-        return self._number(self.drafts.added(rows, now, self.decode_limit.most_tokens), now)
+        return self._make_plan(self.drafts.added(rows, now, self.decode_limit.most_tokens), now)
 
     def _skipping(self, now: float) -> Collection[Member]:
         if not self._uncached.has_others_due:  # else the last step computed none of them
@@ -190,7 +190,7 @@ class Scheduler:
             )
         return self._skipped
 
-    def _number(self, rows: Sequence[PlannedRow], now: float = 0.0) -> StepPlan:
+    def _make_plan(self, rows: Sequence[PlannedRow], now: float = 0.0) -> StepPlan:
         if rows:
             self._arena.planned(self._next_step)
         self._next_step += 1

@@ -33,7 +33,7 @@ from loraplex_services.worker.server.sessions import (
     GatewaySession,
     ServerRequest,
     ServerRequests,
-    StepNews,
+    SessionUpdate,
 )
 from loraplex_services.worker.server.spans import end_span
 from loraplex_services.worker.server.status import StatusBoard
@@ -130,8 +130,8 @@ class ApiServer:
         try:
             self._submit(session, message)
         except LoraplexError as error:
-            news = StepNews(self.status.load.steps, failures=[(message.request_id, error)])
-            session.push(news)
+            update = SessionUpdate(self.status.load.steps, failures=[(message.request_id, error)])
+            session.push(update)
 
     def cancel(self, session: GatewaySession, request_id: str) -> None:
         """End a request without an answer."""
@@ -188,7 +188,7 @@ class ApiServer:
         self._num_preemptions = output.preemptions
         self.status.update(output.residency, output.load)
         metrics.observe_load(output, len(self._sessions))
-        news = self._live.sort_out(output.step, output.tokens, output.failures)
+        updates = self._live.sort_out(output.step, output.tokens, output.failures)
         found = [(self._live.get(token.request_id), token) for token in output.tokens]
         new = [(r, t) for r, t in found if r is not None and (t.token_ids or t.finish_reason)]
         metrics.observe_step(new, time.monotonic())
@@ -201,7 +201,7 @@ class ApiServer:
         for failure in output.failures:
             if self._end(failure.request_id, failure.error.reason.lower()):
                 metrics.count_end("error")
-        for session, part in news.items():
+        for session, part in updates.items():
             session.push(part)
         self._fetcher.residency_changed(output.residency)
 
@@ -312,8 +312,8 @@ class ApiServer:
         if fault is not None and self._live.get(key) is request:
             self._end(key, fault.reason.lower())
             metrics.count_end("error")
-            news = StepNews(self.status.load.steps, failures=[(request.request_id, fault)])
-            request.session.push(news)
+            update = SessionUpdate(self.status.load.steps, failures=[(request.request_id, fault)])
+            request.session.push(update)
 
     def _end(
         self, key: str, outcome: str, last: TokenOutput | None = None, last_step: int = 0

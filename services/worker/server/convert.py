@@ -15,22 +15,22 @@ from loraplex.api.wire import (
 from loraplex.v1 import common_pb2, worker_pb2
 from loraplex_services.worker.config import WorkerConfig
 from loraplex_services.worker.server.base_files import TokenizerBundle
-from loraplex_services.worker.server.sessions import StepNews
-from loraplex_services.worker.server.status import StatusNews
+from loraplex_services.worker.server.sessions import SessionUpdate
+from loraplex_services.worker.server.status import StatusUpdate
 from loraplex_services.worker.types.messages import TokenOutput
 from loraplex_services.worker.types.runner_protocol import ModelInfo
 
 
-def events_to_wire(news: StepNews) -> worker_pb2.StepEvents:
+def events_to_wire(update: SessionUpdate) -> worker_pb2.StepEvents:
     """The events of one step for one session."""
     events = worker_pb2.StepEvents(
-        step=news.step,
+        step=update.step,
         failures=[
             worker_pb2.RequestFailure(request_id=request_id, error=to_detail(error))
-            for request_id, error in news.failures
+            for request_id, error in update.failures
         ],
     )
-    for request_id, output in news.tokens:
+    for request_id, output in update.tokens:
         _write(events.tokens.add(), request_id, output)
     return events
 
@@ -66,17 +66,17 @@ def _write(event: worker_pb2.TokenEvent, request_id: str, output: TokenOutput) -
         event.timings.CopyFrom(to_message(output.timings, common_pb2.Timings))
 
 
-def status_to_wire(news: StatusNews, config: WorkerConfig) -> worker_pb2.WatchStatusResponse:
+def status_to_wire(update: StatusUpdate, config: WorkerConfig) -> worker_pb2.WatchStatusResponse:
     """One status message."""
     return worker_pb2.WatchStatusResponse(
         worker_id=config.worker_id,
-        epoch=news.epoch,
-        sequence=news.sequence,
-        full=news.is_full,
-        ready=news.is_ready,
-        draining=news.is_draining,
-        load=load_to_proto(news.load),
-        adapters=[residency_to_proto(entry) for entry in news.adapters],
+        epoch=update.epoch,
+        sequence=update.sequence,
+        full=update.is_full,
+        ready=update.is_ready,
+        draining=update.is_draining,
+        load=load_to_proto(update.load),
+        adapters=[residency_to_proto(entry) for entry in update.adapters],
         base_id=config.base_id,
     )
 

@@ -20,7 +20,7 @@ from loraplex_services.worker.server.convert import (
     status_to_wire,
     token_to_wire,
 )
-from loraplex_services.worker.server.sessions import GatewaySession, StepNews
+from loraplex_services.worker.server.sessions import GatewaySession, SessionUpdate
 
 logger = logging.getLogger(__name__)
 
@@ -47,8 +47,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
                     worker_id=self._config.worker_id, epoch=self._api.status.epoch
                 )
             )
-            while (news := await session.next()) is not None:
-                yield worker_pb2.SessionResponse(events=events_to_wire(news))
+            while (update := await session.next()) is not None:
+                yield worker_pb2.SessionResponse(events=events_to_wire(update))
         finally:
             reader.cancel()
             self._api.close_session(session)
@@ -80,7 +80,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         try:
             self._api.submit(session, worker_request_from_proto(message))
         except LoraplexError as error:
-            session.push(StepNews(0, failures=[(message.request_id, error)]))
+            session.push(SessionUpdate(0, failures=[(message.request_id, error)]))
 
     async def Generate(
         self, request: worker_pb2.WorkerServiceGenerateRequest, context: Context
@@ -90,10 +90,10 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         try:
             self._api.submit(session, worker_request_from_proto(request.request))
             session.no_more_requests()
-            while (news := await session.next()) is not None:
-                for _, error in news.failures:
+            while (update := await session.next()) is not None:
+                for _, error in update.failures:
                     raise error
-                for request_id, output in news.tokens:
+                for request_id, output in update.tokens:
                     event = token_to_wire(request_id, output)
                     yield worker_pb2.WorkerServiceGenerateResponse(event=event)
         finally:
@@ -103,8 +103,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         self, request: worker_pb2.WatchStatusRequest, context: Context
     ) -> AsyncIterator[worker_pb2.WatchStatusResponse]:
         """A snapshot, then deltas."""
-        async for news in self._api.status.watch():
-            yield status_to_wire(news, self._config)
+        async for update in self._api.status.watch():
+            yield status_to_wire(update, self._config)
 
     async def GetModel(
         self, request: worker_pb2.GetModelRequest, context: Context

@@ -18,7 +18,7 @@ from prometheus_client import REGISTRY
 from loraplex.errors import InvalidRequest
 from loraplex_services.common.grpc import server as grpc_server
 from loraplex_services.common.objects.opening import open_store
-from loraplex_services.common.processes.process import calm_collector
+from loraplex_services.common.processes.process import freeze_heap
 from loraplex_services.common.security.service_token import ServiceAuth
 from loraplex_services.common.settings import env
 from loraplex_services.common.telemetry.metrics import MetricsServer
@@ -166,6 +166,6 @@ async def _report_ready(
         await changed.wait()
         changed.clear()
         if status.is_ready:
-            calm_collector()
+            freeze_heap()
         await server.set_ready(status.is_ready)
         logger.info("ready" if status.is_ready else "not ready", extra={"epoch": status.epoch})

@@ -42,7 +42,7 @@ class ServerRequest:
 
 
 @dataclass(slots=True)
-class StepNews:
+class SessionUpdate:
     """The part of one step's output that belongs to one session; ids are the gateway's."""
 
     step: int
@@ -51,50 +51,50 @@ class StepNews:
 
 
 class GatewaySession:
-    """One stream. `next` yields at most one `StepNews` a step."""
+    """One stream. `next` yields at most one `SessionUpdate` a step."""
 
     def __init__(self, session_id: int, gateway_id: str) -> None:
         self.session_id = session_id
         self.gateway_id = gateway_id
         self.live: dict[str, str] = {}
         """The engine's request ids by the gateway's."""
-        self._news: asyncio.Queue[StepNews | LoraplexError | None] = asyncio.Queue()
+        self._updates: asyncio.Queue[SessionUpdate | LoraplexError | None] = asyncio.Queue()
         self._is_ended = False
         self._is_closing = False
 
     @property
     def num_unread(self) -> int:
         """Messages that the gateway has not read yet."""
-        return self._news.qsize()
+        return self._updates.qsize()
 
-    def push(self, news: StepNews) -> None:
+    def push(self, update: SessionUpdate) -> None:
         """Queue events. A reader that falls too far behind ends the session."""
         if self.num_unread >= MAX_UNREAD:
             self.end(ResourceExhausted("too many unread messages", reason="SLOW_READER"))
         elif not self._is_ended:
-            self._news.put_nowait(news)
+            self._updates.put_nowait(update)
 
     def end(self, error: LoraplexError) -> None:
         """End the stream with `error`, after the queued events."""
         if not self._is_ended:
             self._is_ended = True
-            self._news.put_nowait(error)
+            self._updates.put_nowait(error)
 
     def no_more_requests(self) -> None:
         """Note that the gateway has closed its direction: the stream ends with the last running
         request."""
         self._is_closing = True
         if not self.live:
-            self._news.put_nowait(None)
+            self._updates.put_nowait(None)
 
-    async def next(self) -> StepNews | None:
+    async def next(self) -> SessionUpdate | None:
         """The next events; None when the stream is over. Raises the error given to `end`."""
-        if self._is_closing and not self.live and self._news.empty():
+        if self._is_closing and not self.live and self._updates.empty():
             return None
-        news = await self._news.get()
-        if isinstance(news, LoraplexError):
-            raise news
-        return news
+        update = await self._updates.get()
+        if isinstance(update, LoraplexError):
+            raise update
+        return update
 
 
 class ServerRequests:
@@ -137,17 +137,17 @@ class ServerRequests:
 
     def sort_out(
         self, step: int, tokens: list[TokenOutput], failures: list[Failure]
-    ) -> dict[GatewaySession, StepNews]:
+    ) -> dict[GatewaySession, SessionUpdate]:
         """One step's outputs by session. Outputs of requests that have ended are dropped."""
-        news: dict[GatewaySession, StepNews] = {}
+        updates: dict[GatewaySession, SessionUpdate] = {}
         for output in tokens:
             if (request := self._by_key.get(output.request_id)) is not None:
-                part = news.get(request.session)
+                part = updates.get(request.session)
                 if part is None:
-                    part = news[request.session] = StepNews(step)
+                    part = updates[request.session] = SessionUpdate(step)
                 part.tokens.append((request.request_id, output))
         for failure in failures:
             if (request := self._by_key.get(failure.request_id)) is not None:
-                part = news.setdefault(request.session, StepNews(step))
+                part = updates.setdefault(request.session, SessionUpdate(step))
                 part.failures.append((request.request_id, failure.error.to_error()))
-        return news
+        return updates

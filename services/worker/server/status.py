@@ -18,7 +18,7 @@ MAX_INTERVAL_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class StatusNews:
+class StatusUpdate:
     """One message to one watcher."""
 
     epoch: int
@@ -126,7 +126,7 @@ class StatusBoard:
         for waiters in waiting.values():
             _settle(waiters, error)
 
-    async def watch(self) -> AsyncIterator[StatusNews]:
+    async def watch(self) -> AsyncIterator[StatusUpdate]:
         """A snapshot, then changes, until `close`."""
         watcher = _Watcher()
         self._watchers.add(watcher)
@@ -134,7 +134,7 @@ class StatusBoard:
         try:
             while True:
                 sequence += 1
-                yield self._news(watcher, sequence)
+                yield self._update_for(watcher, sequence)
                 if self._is_closed:
                     return
                 await asyncio.sleep(MIN_INTERVAL_S)
@@ -157,10 +157,10 @@ class StatusBoard:
         elif entry.tier == Tier.DEVICE:
             _settle(self._waiters.pop(entry.digest, []), entry)
 
-    def _news(self, watcher: _Watcher, sequence: int) -> StatusNews:
+    def _update_for(self, watcher: _Watcher, sequence: int) -> StatusUpdate:
         watcher.wake.clear()
         digests = self._adapters if watcher.needs_full else watcher.changed
-        news = StatusNews(
+        update = StatusUpdate(
             self.epoch,
             sequence,
             watcher.needs_full,
@@ -170,7 +170,7 @@ class StatusBoard:
             tuple(self.adapter(digest) for digest in digests),
         )
         watcher.needs_full, watcher.changed = False, set()
-        return news
+        return update
 
 
 def _settle(

@@ -11,7 +11,7 @@ from loraplex_services.gateway.admission.token_buckets import Bucket, Lease, cap
 RATES = st.floats(0.5, 1000)
 
 
-def _pay(bucket: Bucket, lease: Lease, amount: float, rate: float, now_s: float) -> bool:
+def _spend(bucket: Bucket, lease: Lease, amount: float, rate: float, now_s: float) -> bool:
     """One request of one gateway, as `Rates` does it."""
     missing = lease.take(amount, rate, now_s)
     if missing > 0:
@@ -43,7 +43,7 @@ def test_spending_in_any_window_is_bounded(
     for gateway, cost, gap_s in requests:
         now_s += gap_s
         amount = cost * capacity
-        if _pay(bucket, leases[gateway % num_gateways], amount, rate, now_s):
+        if _spend(bucket, leases[gateway % num_gateways], amount, rate, now_s):
             spent.append((now_s, amount))
         assert all(0 <= lease.held <= capacity + 1e-9 for lease in leases)
     for start, (start_s, _) in enumerate(spent):
@@ -59,12 +59,12 @@ def test_steady_demand_under_the_rate_is_never_refused(rate: float) -> None:
     bucket, leases = Bucket(capacity_of(rate), 0.0), [Lease(), Lease()]
     gap_s = 1.1 / rate
     for number in range(200):
-        assert _pay(bucket, leases[0], 1.0, rate, number * gap_s)
+        assert _spend(bucket, leases[0], 1.0, rate, number * gap_s)
 
 
 def test_demand_over_the_rate_gets_the_rate() -> None:
     bucket, lease, rate = Bucket(10.0, 0.0), Lease(), 10.0
-    paid = sum(_pay(bucket, lease, 1.0, rate, step * 0.01) for step in range(10_000))
+    paid = sum(_spend(bucket, lease, 1.0, rate, step * 0.01) for step in range(10_000))
     assert rate * 100 <= paid <= rate * 100 + 2 * capacity_of(rate)
 
 

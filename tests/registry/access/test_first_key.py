@@ -15,7 +15,7 @@ from loraplex_services.registry.access.auth import (
     FIRST_KEY_METHOD,
     NOBODY,
     KeyAuth,
-    comes_from_here,
+    is_local_peer,
 )
 from loraplex_services.registry.access.keys import Keys
 from loraplex_services.registry.api import server
@@ -90,4 +90,4 @@ async def test_nobody_may_call_nothing_else(registry: Registry) -> None:
     ],
 )
 def test_where_a_call_comes_from(peer: str, is_here: bool) -> None:
-    assert comes_from_here(peer) is is_here
+    assert is_local_peer(peer) is is_here

@@ -258,7 +258,7 @@ async def test_a_version_whose_creation_was_undone_ends_and_its_number_stays_use
 async def test_an_end_that_a_crash_interrupted_is_completed(registry: Registry) -> None:
     done = await publish(registry, "doc-1", 1, ttl_s=60.0)
     await registry.catalog.note_pending("default/doc-1")
-    assert await registry.deletion._bury("default", "doc-1", 1, True, done.version)
+    assert await registry.deletion._write_tombstone("default", "doc-1", 1, True, done.version)
     assert await registry.deletion.end([("default/doc-1", 1)], "another") == 0
     await registry.indexer.repair(0.0)
     assert await _live(registry, "doc-1") == []

@@ -8,7 +8,7 @@ import pytest
 
 from loraplex.adapter_format import parse_header, prefix_bytes
 from loraplex.adapter_format.tensor_scan import TensorScan
-from loraplex_services.common.recent import Recent
+from loraplex_services.common.lru_cache import LruCache
 from loraplex_services.registry.assembly import Registry
 from loraplex_services.registry.publish import scanning
 from loraplex_services.registry.publish.scanning import ArrivingScan, Scans
@@ -96,5 +96,5 @@ async def test_values_are_scanned_from_the_store_where_no_answer_is_kept(
     registry: Registry,
 ) -> None:
     await publish(registry, "sql", 1)
-    registry.uploads._scans._zeros = Recent(0)
+    registry.uploads._scans._zeros = LruCache(0)
     assert (await publish(registry, "other", 1)).version.version == 1

@@ -17,7 +17,7 @@ from loraplex.api.request import KeptPrefix
 from loraplex.api.sampling import SamplingParams
 from loraplex_services.worker.runner.building import build_runner
 from loraplex_services.worker.runner.runner import TorchRunner
-from loraplex_services.worker.runner.steps import AtOnce
+from loraplex_services.worker.runner.steps import InlineExecutor
 from loraplex_services.worker.types.messages import Submit
 from tests.worker.commands import make_submit
 from tests.worker.engine_stage import A, B, Stage
@@ -47,7 +47,7 @@ def make_runner(files: Path, **settings: object) -> TorchRunner:
         device="cpu",
         dtype="float32",
         max_resident=8,
-        executors=(AtOnce(), AtOnce()),
+        executors=(InlineExecutor(), InlineExecutor()),
         **fields,
     )
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from loraplex.adapter_format import read_folder
-from loraplex_services.worker.runner.steps import AtOnce
+from loraplex_services.worker.runner.steps import InlineExecutor
 from tests.worker.engine_stage import A, B, Stage, submit
 from tests.worker.parity.adapters import make_adapter
 from tests.worker.parity.bases import TinyBase
@@ -31,7 +31,7 @@ def outputs_of_both(base: TinyBase, root: Path, num_new_tokens: int) -> tuple[Ou
         (root / digest / "generation_config.json").write_text(text)
         published = read_folder(root / digest).config_bytes  # as the registry hands it to workers
         (root / digest / "adapter_config.json").write_bytes(published)
-    executors = (AtOnce(), AtOnce())
+    executors = (InlineExecutor(), InlineExecutor())
     runner = parity_runner(base.folder, arena_bytes=16 << 20, executors=executors)
     stage = Stage(runner, root)
     digests = [(), *((digest,) for digest in FEATURES)]

@@ -8,7 +8,7 @@ from loraplex_services.worker.native import isa
 from loraplex_services.worker.runner.numerics import (
     choose_threads,
     fingerprint,
-    half_wins,
+    prefers_half,
     resolve_device,
     resolve_dtype,
 )
@@ -57,9 +57,9 @@ def test_half_precision_wins_where_it_has_faster_products_for_larger_bases_publi
     hosts, cpu_isa, levels
 ):
     hosts(*levels)
-    assert half_wins(64 * MiB, True, cpu_isa)
-    assert not half_wins(64 * MiB, False, cpu_isa)
-    assert not half_wins(3 * MiB, True, cpu_isa)
+    assert prefers_half(64 * MiB, True, cpu_isa)
+    assert not prefers_half(64 * MiB, False, cpu_isa)
+    assert not prefers_half(3 * MiB, True, cpu_isa)
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_half_precision_wins_where_it_has_faster_products_for_larger_bases_publi
 )
 def test_float32_wins_without_such_products_or_where_they_are_not_used(hosts, cpu_isa, levels):
     hosts(*levels)
-    assert not half_wins(64 * MiB, True, cpu_isa)
+    assert not prefers_half(64 * MiB, True, cpu_isa)
 
 
 def test_unknown_names_are_refused_with_the_known_ones():

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from loraplex_services.worker.scheduling.early_abort import (
     MIN_SWEPT,
     Alarms,
-    Outlook,
+    RemainingWork,
     ServiceTimes,
     latest_start_s,
 )
@@ -26,9 +26,9 @@ def test_fetch_and_copy_come_on_top_of_the_prefill() -> None:
     times.copies.add(0.5)
     for seconds in (6.0, 4.0):  # of which the faster may be hoped for: it costs nobody a step
         times.fetches.add(seconds)
-    here = latest_start_s(20.0, Outlook(10), times, is_contended=True)
-    on_disk = latest_start_s(20.0, Outlook(10, 1), times, is_contended=True)
-    away = latest_start_s(20.0, Outlook(10, 1, fetched_for_s=1.0), times, is_contended=True)
+    here = latest_start_s(20.0, RemainingWork(10), times, is_contended=True)
+    on_disk = latest_start_s(20.0, RemainingWork(10, 1), times, is_contended=True)
+    away = latest_start_s(20.0, RemainingWork(10, 1, fetched_for_s=1.0), times, is_contended=True)
     assert (here, on_disk, away) == (19.0, 18.5, 15.5)
 
 
@@ -36,8 +36,8 @@ def test_alone_a_request_may_hope_for_the_fastest_time_measured() -> None:
     times = ServiceTimes()
     for seconds in (1.0, 3.0):
         times.prefills.add(10, seconds)
-    assert latest_start_s(9.0, Outlook(10), times, is_contended=True) == 6.0
-    assert latest_start_s(9.0, Outlook(10), times, is_contended=False) == 8.0
+    assert latest_start_s(9.0, RemainingWork(10), times, is_contended=True) == 6.0
+    assert latest_start_s(9.0, RemainingWork(10), times, is_contended=False) == 8.0
 
 
 def test_alarms_ring_in_order_and_forget_requests_that_ended() -> None:

@@ -11,7 +11,7 @@ from loraplex.api.output import (
     TokenLogprob,
 )
 from loraplex_services.worker.server.convert import events_to_wire, token_to_wire
-from loraplex_services.worker.server.sessions import StepNews
+from loraplex_services.worker.server.sessions import SessionUpdate
 from loraplex_services.worker.types.messages import TokenOutput
 
 
@@ -37,7 +37,7 @@ def test_an_event_has_every_field_of_its_output():
 
 def test_the_events_of_a_step_keep_the_order_of_its_outputs():
     outputs = [(name, TokenOutput(f"1/{name}", [i], 10 + i)) for i, name in enumerate("abc")]
-    events = events_to_wire(StepNews(4, outputs))
+    events = events_to_wire(SessionUpdate(4, outputs))
     found = [(each.request_id, [*each.token_ids], each.output_position) for each in events.tokens]
     assert events.step == 4
     assert found == [("a", [0], 10), ("b", [1], 11), ("c", [2], 12)]

@@ -10,7 +10,7 @@ from loraplex_services.worker.server.sessions import (
     GatewaySession,
     ServerRequest,
     ServerRequests,
-    StepNews,
+    SessionUpdate,
 )
 from loraplex_services.worker.server.status import StatusBoard
 from loraplex_services.worker.types.messages import ResidencyChange
@@ -23,7 +23,7 @@ def test_each_request_says_what_it_waits_for() -> None:
     loaded, missing = "sha256:" + "1" * 64, "sha256:" + "2" * 64
     residency = AdapterResidency(loaded, Tier.DEVICE, 8, 4096, running_requests=1)
     status.update([ResidencyChange(residency)], WorkerLoad(waiting_requests=2))
-    session.push(StepNews(1))
+    session.push(SessionUpdate(1))
     for name, digests in (("runs", [loaded]), ("loads", [loaded, missing]), ("waits", [loaded])):
         requests.add(ServerRequest(session, name, tuple(digests), 7, arrival_s=10.0))
     for request in requests:

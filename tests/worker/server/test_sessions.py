@@ -10,7 +10,7 @@ from loraplex_services.worker.server.sessions import (
     GatewaySession,
     ServerRequest,
     ServerRequests,
-    StepNews,
+    SessionUpdate,
 )
 from loraplex_services.worker.types.messages import Failure, TokenOutput, WireError
 
@@ -39,10 +39,10 @@ def test_a_request_that_has_ended_hears_nothing() -> None:
 
 async def test_queued_news_come_before_the_end() -> None:
     session = GatewaySession(1, "g")
-    session.push(StepNews(1))
+    session.push(SessionUpdate(1))
     session.end(Unavailable("stopping"))
-    session.push(StepNews(2))
-    assert (await session.next()) == StepNews(1)
+    session.push(SessionUpdate(2))
+    assert (await session.next()) == SessionUpdate(1)
     with pytest.raises(Unavailable):
         await session.next()
 
@@ -51,9 +51,9 @@ async def test_a_half_closed_session_ends_with_its_last_request() -> None:
     live, session = ServerRequests(), GatewaySession(1, "g")
     key = add(live, session, "a")
     session.no_more_requests()
-    session.push(StepNews(1))
+    session.push(SessionUpdate(1))
     live.remove(key)
-    assert (await session.next()) == StepNews(1)
+    assert (await session.next()) == SessionUpdate(1)
     assert (await session.next()) is None
 
 
@@ -61,7 +61,7 @@ async def test_a_reader_too_far_behind_is_cut_off(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(sessions, "MAX_UNREAD", 2)
     session = GatewaySession(1, "g")
     for step in range(4):
-        session.push(StepNews(step))
+        session.push(SessionUpdate(step))
     assert [(await session.next()).step for _ in range(2)] == [0, 1]
     with pytest.raises(ResourceExhausted):
         await session.next()

@@ -30,7 +30,7 @@ class RankLost(Exception):
     """Another rank has ended or cannot be reached: this one cannot continue."""
 
 
-class HungUp(RankLost):
+class PeerClosed(RankLost):
     """The other end closed its socket, as rank 0 does to end a rank."""
 
 
@@ -197,7 +197,7 @@ _orders: msgspec.msgpack.Decoder[Order] = msgspec.msgpack.Decoder(Order)
 _replies: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
 
 
-def hang_up(end: socket.socket) -> None:
+def close_socket(end: socket.socket) -> None:
     """Close a socket. A thread that waits for it would keep it open."""
     with contextlib.suppress(OSError):
         end.shutdown(socket.SHUT_RDWR)
@@ -250,7 +250,7 @@ class RankSocket:
 
     def close(self) -> None:
         """Close the socket."""
-        hang_up(self._socket)
+        close_socket(self._socket)
 
     def _next(self) -> bytes:
         while not self._bodies:
@@ -259,6 +259,6 @@ class RankSocket:
             except OSError as error:
                 raise RankLost("the socket to another rank broke") from error
             if not data:
-                raise HungUp("another rank closed its socket")
+                raise PeerClosed("another rank closed its socket")
             self._bodies += self._frames.feed(data)
         return self._bodies.popleft()

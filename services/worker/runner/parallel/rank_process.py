@@ -38,9 +38,9 @@ from loraplex_services.worker.runner.parallel.messages import (
     CopyDone,
     Drop,
     Enter,
-    HungUp,
     Join,
     LogitRows,
+    PeerClosed,
     RankLost,
     RankRefused,
     RankSocket,
@@ -53,7 +53,7 @@ from loraplex_services.worker.runner.parallel.mirror import StepReader
 from loraplex_services.worker.runner.parallel.remote_images import RemoteBytes
 from loraplex_services.worker.runner.parallel.rendezvous import LOOPBACK, connect
 from loraplex_services.worker.runner.runner import TorchRunner
-from loraplex_services.worker.runner.step_results import Passed
+from loraplex_services.worker.runner.step_results import ForwardOutput
 from loraplex_services.worker.sampling.best_columns import BestRows
 from loraplex_services.worker.sampling.drawing import RowDraws
 from loraplex_services.worker.types.messages import WireError
@@ -77,7 +77,7 @@ class FollowingRank:
         self._rank_zero = rank_zero
         self._images = images
         self._steps = StepReader()
-        self._passed: Passed | None = None
+        self._output: ForwardOutput | None = None
         self._copied: dict[int, CopiedImage] = {}
 
     def run(self) -> None:
@@ -85,14 +85,14 @@ class FollowingRank:
         while True:
             match self._rank_zero.order():
                 case Step() as step:
-                    self._passed = self._runner.follow(self._steps.read(step))
+                    self._output = self._runner.follow(self._steps.read(step))
                 case LogitRows(token_rows):
-                    assert self._passed is not None, "logits come after a step"
-                    self._runner.follow_logits(self._passed, _int64s(token_rows))
+                    assert self._output is not None, "logits come after a step"
+                    self._runner.follow_logits(self._output, _int64s(token_rows))
                 case BestTokens() as best:
-                    assert self._passed is not None, "tokens come after a step"
+                    assert self._output is not None, "tokens come after a step"
                     rows = _int64s(best.token_rows)
-                    self._runner.follow_best(self._passed, rows, _best_rows(best))
+                    self._runner.follow_best(self._output, rows, _best_rows(best))
                 case Copy() as copy:
                     self._copy(copy)
                 case Drop(copy_id):
@@ -147,7 +147,7 @@ def main() -> int:
     except LoraplexError as error:
         logger.error("a rank was refused", extra={"rank": arguments.rank, "reason": error.message})
         return REFUSED_STATUS
-    except HungUp:
+    except PeerClosed:
         return 0
     except RankLost as error:
         logger.info("rank ends", extra={"reason": str(error)})

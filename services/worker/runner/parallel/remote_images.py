@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from loraplex_services.worker.runner.parallel.messages import hang_up
+from loraplex_services.worker.runner.parallel.messages import close_socket
 from loraplex_services.worker.runner.parallel.rendezvous import receive
 
 _ASK = struct.Struct("<QQQ")
@@ -38,7 +38,7 @@ class ImageSender:
 
     def close(self) -> None:
         """Close the connection."""
-        hang_up(self._socket)
+        close_socket(self._socket)
 
     def _serve(self) -> None:
         with contextlib.suppress(OSError):  # the rank has gone, which its other connection reports

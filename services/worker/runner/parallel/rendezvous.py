@@ -30,7 +30,7 @@ from loraplex_services.worker.runner.parallel.messages import (
     RankSocket,
     Refuse,
     check_equal,
-    hang_up,
+    close_socket,
 )
 from loraplex_services.worker.types.messages import WireError
 from loraplex_services.worker.types.nodes import Nodes
@@ -117,7 +117,7 @@ class Rendezvous:
 
     def close(self) -> None:
         """Stop listening."""
-        hang_up(self._listener)
+        close_socket(self._listener)
 
     def _accept(self) -> None:
         while True:
@@ -126,9 +126,9 @@ class Rendezvous:
                 end, _ = self._listener.accept()
             except OSError:  # closed
                 return
-            threading.Thread(target=self._welcome, args=(end,), daemon=True).start()
+            threading.Thread(target=self._accept_rank, args=(end,), daemon=True).start()
 
-    def _welcome(self, end: socket.socket) -> None:
+    def _accept_rank(self, end: socket.socket) -> None:
         try:
             end.settimeout(HANDSHAKE_S)
             if not prove_leader(end, self._token):

@@ -9,7 +9,7 @@ K = TypeVar("K")
 V = TypeVar("V")
 
 
-class Recent(Generic[K, V]):
+class LruCache(Generic[K, V]):
     """Keeps the entries that were used most recently. The others make space for new ones."""
 
     def __init__(self, max_size: float) -> None:

@@ -18,7 +18,7 @@ from loraplex_services.common.limits import MAX_OPEN_STREAMS
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
-class Strangers:
+class AnonymousCalls:
     """Calls without a key whose request or answer is on its way, the oldest first.
 
     If there are too many, the oldest one ends. The client of an ordinary health check takes
