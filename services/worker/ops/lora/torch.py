@@ -55,8 +55,9 @@ def add_lora_embedding(y: Tensor, token_ids: Tensor, site_id: int, lora: LoraBat
 def replace_outputs(y: Tensor, x: Tensor, rows: Sequence[Tile], row_ids: Tensor) -> None:
     """y[:, row_ids] = x rows^T."""
     products = torch.zeros(len(x), len(row_ids), dtype=torch.float32, device=x.device)
+    wide = x.float()
     for tile in rows:
-        _shrink_tile(products, x, tile)
+        _shrink_tile(products, wide, tile)
     y[:, row_ids] = products.to(y.dtype)
 
 
@@ -71,16 +72,18 @@ def replace_looked_up(y: Tensor, token_ids: Tensor, delta: SiteDelta) -> None:
 
 def shrink(x: Tensor, a: Sequence[Tile], num_rows: int) -> Tensor:
     """x A^T, float32 `[n, num_rows]`, where A has that many rows."""
+    wide = x.float()
     if len(a) == 1:
-        return x.float() @ a[0].data.float().T
+        return wide @ a[0].data.float().T
     shrunk = torch.zeros(len(x), num_rows, dtype=torch.float32, device=x.device)
     for tile in a:
-        _shrink_tile(shrunk, x, tile)
+        _shrink_tile(shrunk, wide, tile)
     return shrunk
 
 
 def _shrink_tile(shrunk: Tensor, x: Tensor, tile: Tile) -> None:
-    columns = x[:, tile.col_begin : tile.col_end].float()
+    """Add the products of float32 rows with a tile. Mutates shrunk."""
+    columns = x[:, tile.col_begin : tile.col_end]
     shrunk[:, tile.row_begin : tile.row_end].addmm_(columns, tile.data.float().T)
 
 

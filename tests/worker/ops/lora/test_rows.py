@@ -100,6 +100,13 @@ def test_a_look_up_neither_waits_for_the_device_nor_takes_longer_for_more_tiles(
     assert counts[0] == counts[1]
 
 
+def test_rows_of_a_head_do_not_make_the_host_wait_for_the_device():
+    delta = delta_of(torch.randn(RANK, WIDTH), VOCAB, torch.float32, **own_rows(torch.float32))
+    with Counting():
+        batch = batch_of((RowRun(1, 1.0, 0, 3),), delta)
+        portable.add_lora(torch.zeros(3, VOCAB), torch.randn(3, WIDTH), SITE, batch)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_the_head_equals_the_naive_truth(fast, dtype):
     torch.manual_seed(2)
