@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import os
 import signal
+import socket
 from collections.abc import Iterator
 
 import grpc
@@ -284,6 +285,15 @@ def test_a_bad_setting_stops_the_start_and_is_named(changes: dict[str, str], nam
         fresh.start(**changes)
         code, log = fresh.wait()
     assert code == 2 and named in log.splitlines()[-1], log
+
+
+def test_a_port_in_use_is_named_and_ends_the_engine_that_has_started_meanwhile() -> None:
+    with worker_folder() as fresh, socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        fresh.start(LORAPLEX_WORKER_LISTEN=address)
+        code, log = fresh.wait()
+    assert code == 2 and address in log.splitlines()[-1], log
+    assert 0 <= log.find("engine started") < log.find("engine ended"), log
 
 
 def test_a_model_that_cannot_be_served_ends_the_worker_with_the_reason() -> None:

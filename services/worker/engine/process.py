@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
+import importlib
 import logging
 import os
 import select
@@ -155,7 +156,6 @@ def _patience_s(engine: Engine, is_checked: bool) -> float | None:
 
 def build_engine(config: EngineConfig) -> Engine:
     """Load the model. Raises LoraplexError if it cannot be served with this configuration."""
-    gc.disable()  # until the model is loaded, which saves a seventh of the time of imports
     from loraplex_services.worker.runner.building import build_runner
 
     runner = build_runner(
@@ -178,6 +178,7 @@ def main() -> int:
     )
     server = ServerSocket(socket.socket(fileno=parser.parse_args().fd))
     begin_child("engine")
+    gc.disable()  # until the model is loaded, which saves a seventh of the time of imports
     try:
         return _serve(server)
     except ServerGone:
@@ -217,6 +218,8 @@ def _end_as_rank(rank: int, code: int) -> None:
 
 
 def _serve(server: ServerSocket) -> int:
+    # The API server process loads its own modules meanwhile.
+    importlib.import_module("loraplex_services.worker.runner.building")
     config = server.first()
     try:
         engine = build_engine(config)

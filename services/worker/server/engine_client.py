@@ -1,5 +1,8 @@
 """Starts the engine process, exchanges frames with it, and notices when it dies or hangs.
 
+The first engine process starts before the rest of the worker is loaded, since to import torch takes
+longer than all else. It waits for its configuration.
+
 Every start is a new epoch. A dead engine is replaced after a pause that grows with each consecutive
 failure. The worker ends if the engine refuses its model, because a restart would not help, or if
 MAX_FAILED_STARTS engines end before one is ready.
@@ -55,12 +58,11 @@ STABLE_S = 30.0
 class EngineClient:
     """Keeps one engine process running."""
 
-    def __init__(self, config: EngineConfig, listener: ApiServer, *, step_timeout_s: float) -> None:
-        """`listener` is told on the event loop what the engine reports."""
-        self._config = config
-        self._listener = listener
+    def __init__(self, *, step_timeout_s: float) -> None:
         self._step_timeout_s = step_timeout_s
+        self._listener: ApiServer
         self._process: asyncio.subprocess.Process | None = None
+        self._reader: asyncio.StreamReader
         self._writer: asyncio.StreamWriter | None = None
         self._outbox: list[Command] = []
         self._heard_s = 0.0
@@ -90,20 +92,44 @@ class EngineClient:
             asyncio.get_running_loop().call_soon(self._flush)
         self._outbox += commands
 
-    async def run(self) -> None:
-        """Keep an engine running until cancelled.
+    async def start(self) -> None:
+        """Start an engine process, which imports torch and waits for `run`."""
+        ours, theirs = socket.socketpair()
+        for end in (ours, theirs):
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER_BYTES)
+        with theirs:
+            self._process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                "loraplex_services.worker.engine.process",
+                "--fd",
+                str(theirs.fileno()),
+                pass_fds=[theirs.fileno()],
+                stdin=asyncio.subprocess.DEVNULL,
+            )
+        self._reader, self._writer = await asyncio.open_connection(sock=ours)
+        logger.info("engine started", extra={"process_id": self._process.pid})
+
+    async def stop(self) -> None:
+        """End an engine process that `run` has not got to."""
+        await self._reap(was_up=False)
+
+    async def run(self, config: EngineConfig, listener: ApiServer) -> None:
+        """Keep an engine running until cancelled. `listener` is told on the event loop what it
+        reports.
 
         Raises:
             LoraplexError: the engine refused the model or its configuration, or no engine became
                 ready in MAX_FAILED_STARTS starts.
         """
+        self._listener = listener
         pause_s = FIRST_PAUSE_S
         num_failed_starts = 0
         was_ever_up = False
         while True:
             begin_s = time.monotonic()
             try:
-                await self._live_once()
+                await self._live_once(config)
             finally:
                 was_up, self.is_up = self.is_up, False
                 if was_up:
@@ -121,41 +147,25 @@ class EngineClient:
             await asyncio.sleep(pause_s)
             pause_s = min(MAX_PAUSE_S, 2 * pause_s)
 
-    async def _live_once(self) -> None:
-        """Run one engine from start to end. Raises LoraplexError only if the engine refused."""
+    async def _live_once(self, config: EngineConfig) -> None:
+        """Run one engine to its end. Raises LoraplexError only if the engine refused."""
         self._is_hung = False
-        reader = await self._spawn()
+        if self._writer is None:
+            await self.start()
+        assert self._writer is not None
+        self._writer.write(frame(config))
         watchdog = asyncio.create_task(self._watch())
         try:
-            await self._read(reader)
+            await self._read()
         except OSError:
             logger.debug("engine socket broke", exc_info=True)
         finally:
             watchdog.cancel()
             self._outbox.clear()
 
-    async def _spawn(self) -> asyncio.StreamReader:
-        ours, theirs = socket.socketpair()
-        for end in (ours, theirs):
-            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER_BYTES)
-        with theirs:
-            self._process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-m",
-                "loraplex_services.worker.engine.process",
-                "--fd",
-                str(theirs.fileno()),
-                pass_fds=[theirs.fileno()],
-                stdin=asyncio.subprocess.DEVNULL,
-            )
-        reader, self._writer = await asyncio.open_connection(sock=ours)
-        self._writer.write(frame(self._config))
-        logger.info("engine started", extra={"process_id": self._process.pid})
-        return reader
-
-    async def _read(self, reader: asyncio.StreamReader) -> None:
+    async def _read(self) -> None:
         frames = FrameBuffer()
-        while data := await reader.read(RECEIVE_BYTES):
+        while data := await self._reader.read(RECEIVE_BYTES):
             self._heard_s = time.monotonic()
             for body in frames.feed(data):
                 self._on_message(decode_message.decode(body))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import importlib.util
 import logging
 import os
 import tempfile
@@ -15,7 +14,6 @@ from pathlib import Path
 import msgspec
 from prometheus_client import REGISTRY
 
-from loraplex.errors import InvalidRequest
 from loraplex_services.common.grpc import server as grpc_server
 from loraplex_services.common.objects.opening import open_store
 from loraplex_services.common.processes.process import freeze_heap
@@ -25,7 +23,7 @@ from loraplex_services.common.telemetry.metrics import MetricsServer
 from loraplex_services.common.telemetry.tracing import open_tracer
 from loraplex_services.worker.adapters.fetch.disk_cache import DiskCache
 from loraplex_services.worker.adapters.fetch.source import AdapterSource
-from loraplex_services.worker.config import MAX_RESIDENT, WorkerConfig, from_env
+from loraplex_services.worker.config import MAX_RESIDENT, WorkerConfig
 from loraplex_services.worker.grammars.checker import GrammarChecker
 from loraplex_services.worker.server.api_server import ApiServer
 from loraplex_services.worker.server.base_files import fetch_model, find_model, read_tokenizer
@@ -38,23 +36,21 @@ from loraplex_services.worker.server.status import StatusBoard
 logger = logging.getLogger(__name__)
 
 
-async def serve() -> None:
+async def serve(config: WorkerConfig, client: EngineClient) -> None:
     """Run until SIGTERM, then let running requests end. A machine that is not the worker's first
-    only runs its ranks.
+    only runs its ranks and leaves `client` alone.
 
     Raises:
-        LoraplexError: the worker cannot serve as it is configured or installed.
+        LoraplexError: the worker cannot serve as it is configured.
     """
-    config = from_env(os.environ)
-    _check_torch()
     with _cache_folder(config) as folder:
         if config.node_rank:
             await follow(config, await _model_dir(config, folder))
         else:
-            await _serve(config, folder)
+            await _serve(config, client, folder)
 
 
-async def _serve(config: WorkerConfig, folder: Path) -> None:
+async def _serve(config: WorkerConfig, client: EngineClient, folder: Path) -> None:
     """Serve, with the disk cache in `folder`."""
     status = StatusBoard()
     ready_changed = asyncio.Event()
@@ -84,7 +80,7 @@ async def _serve(config: WorkerConfig, folder: Path) -> None:
         asyncio.create_task(
             grpc_server.serve(server, drain=api_server.finish, drain_s=config.drain_s)
         ),
-        asyncio.create_task(_run_engine(config, folder, api_server)),
+        asyncio.create_task(_run_engine(config, client, folder, api_server)),
         asyncio.create_task(_report_ready(server, status, ready_changed)),
     ]
     try:
@@ -98,17 +94,6 @@ async def _serve(config: WorkerConfig, folder: Path) -> None:
         api_server.close()
         await metrics.stop()
         await server.stop(0)
-
-
-def _check_torch() -> None:
-    """Raises InvalidRequest if torch is not installed. Only the engine process imports it, so
-    without this check every engine would end at its start."""
-    if importlib.util.find_spec("torch") is None:
-        raise InvalidRequest(
-            "torch is not installed: run `pip install torch`, or on a machine without a GPU "
-            "`pip install torch --index-url https://download.pytorch.org/whl/cpu`",
-            reason="NOT_INSTALLED",
-        )
 
 
 def _auth(config: WorkerConfig) -> ServiceAuth | None:
@@ -128,7 +113,9 @@ def _cache_folder(config: WorkerConfig) -> Iterator[Path]:
         yield Path(folder)
 
 
-async def _run_engine(config: WorkerConfig, folder: Path, api_server: ApiServer) -> None:
+async def _run_engine(
+    config: WorkerConfig, client: EngineClient, folder: Path, api_server: ApiServer
+) -> None:
     """Find the model, open the caches in `folder`, keep an engine running. Ends only with an
     error."""
     model_dir = await _model_dir(config, folder)
@@ -136,12 +123,11 @@ async def _run_engine(config: WorkerConfig, folder: Path, api_server: ApiServer)
     disk = await asyncio.to_thread(DiskCache, folder, config.cache_bytes, api_server.adapter_gone)
     api_server.status.disk_bytes = lambda: disk.num_bytes
     source = AdapterSource(open_store(config.objects_url), disk)
-    engine = msgspec.structs.replace(config.engine, model_dir=str(model_dir))
-    client = EngineClient(engine, api_server, step_timeout_s=config.step_timeout_s)
     grammars = GrammarChecker(model_dir / "tokenizer.json")
     api_server.connect(client, source, disk, bundle, grammars)
     try:
-        await client.run()
+        engine = msgspec.structs.replace(config.engine, model_dir=str(model_dir))
+        await client.run(engine, api_server)
     finally:
         await source.close()
         await grammars.close()
