@@ -25,6 +25,8 @@ from loraplex.adapter_format.tensor_names import (
     LORA_BIAS,
     MAGNITUDE,
     ORIGINAL,
+    ORIGINAL_BIAS,
+    SAVED_BIAS,
     SAVED_COPY,
     TOKEN_DELTA,
     WEIGHT,
@@ -104,6 +106,8 @@ class ModuleParts:
             return "is a DoRA magnitude but use_dora is false; correct adapter_config.json"
         if part == LORA_BIAS and not config.lora_bias:
             return "is a bias of lora_B but lora_bias is false; correct adapter_config.json"
+        if part in (SAVED_BIAS, ORIGINAL_BIAS) and not self._saves_bias_twice:
+            return "is a copy, which PEFT adds for biases in modules_to_save; remove it"
         if part in (BIAS, BASE_BIAS):
             return self._bias_problem(part)
         is_table = kind in (EMBEDDING, LM_HEAD)
@@ -123,6 +127,13 @@ class ModuleParts:
         """Whether a table is saved whole, itself or with the one it is tied to."""
         is_saved = self.config.ensure_weight_tying or saves(self.config, self.module.name)
         return WEIGHT in self.tensors and is_saved
+
+    @property
+    def _saves_bias_twice(self) -> bool:
+        """Whether PEFT writes a bias as one that it trains, and again as a part of a saved
+        module."""
+        is_saved = saves(self.config, self.module.name)
+        return BIAS in self.tensors and is_saved and self.config.bias == "all"
 
     def _bias_problem(self, part: str) -> str | None:
         if not self.module.has_bias:
@@ -176,6 +187,8 @@ class ModuleParts:
             LORA_BIAS: (outputs,),
             BIAS: (outputs,),
             BASE_BIAS: (outputs,),
+            SAVED_BIAS: (outputs,),
+            ORIGINAL_BIAS: (outputs,),
             WEIGHT: weight,
             BASE_WEIGHT: weight,
             SAVED_COPY: weight,

@@ -17,6 +17,8 @@ BASE_WEIGHT = "base_weight"
 BASE_BIAS = "base_bias"
 SAVED_COPY = "saved_copy"
 ORIGINAL = "original"
+SAVED_BIAS = "saved_bias"
+ORIGINAL_BIAS = "original_bias"
 WEIGHT = "weight"
 BIAS = "bias"
 
@@ -38,6 +40,7 @@ _SUFFIXES = (
     (".weight", WEIGHT),
     (".bias", BIAS),
 )
+_COPIES_OF_BIASES = ((".modules_to_save.", SAVED_BIAS), (".original_module.", ORIGINAL_BIAS))
 _LORA_WORDS = ("lora_A", "lora_B", "lora_magnitude_vector", "lora_embedding_A", "lora_embedding_B")
 
 
@@ -64,6 +67,9 @@ def split_tensor_name(name: str) -> TensorName:
     if not name.startswith(PREFIX):
         raise BadTensorName(f"does not start with {PREFIX!r}; save the adapter with PEFT")
     inner = name[len(PREFIX) :]
+    copy = _copy_of_bias(inner)
+    if copy is not None:
+        return copy
     for suffix, part in _SUFFIXES:
         if inner.endswith(suffix) and not _is_odd(inner[: -len(suffix)]):
             return TensorName(inner[: -len(suffix)], part)
@@ -78,6 +84,18 @@ def split_tensor_name(name: str) -> TensorName:
             "of modules_to_save and train LoRA on them (target_parameters)"
         )
     raise BadTensorName("is not a part of a LoRA adapter; remove it and save the adapter again")
+
+
+def _copy_of_bias(inner: str) -> TensorName | None:
+    """What PEFT also writes with bias="all" for biases in modules_to_save: of the module itself, or
+    of one inside it, which follows the name of the adapter."""
+    for word, part in _COPIES_OF_BIASES:
+        module, found, rest = inner.partition(word)
+        *inside, last = rest.split(".")
+        if found and last == "bias":
+            path = inside[1:] if part == SAVED_BIAS else inside
+            return TensorName(".".join((module, *path)), part)
+    return None
 
 
 _WHOLE_EXPERTS = (".experts.gate_up_proj", ".experts.down_proj")

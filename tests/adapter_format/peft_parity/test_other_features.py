@@ -144,6 +144,27 @@ def test_tensors_without_their_field_are_refused(feature: str, tmp_path: Path) -
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("saved", ["v_proj", "self_attn"])
+def test_a_bias_that_peft_writes_three_times_is_read_once(saved: str, tmp_path: Path) -> None:
+    """As one of all biases, and as a part of a saved module and of the module that it replaces."""
+    geometry = geometry_from_folder(models.save("qwen2", tmp_path))
+    config = LoraConfig(target_modules=["up_proj"], bias="all", modules_to_save=[saved])
+    get_peft_model(models.build("qwen2"), config).save_pretrained(tmp_path / "adapter")
+    report = check(tmp_path, geometry)
+    read = {info.name for module in report.modules for info in tensors_of(module)}
+    written = set(load_file(tmp_path / "adapter" / "adapter_model.safetensors"))
+    copies = written - read
+    assert copies
+    assert all(".modules_to_save." in name or ".original_module." in name for name in copies)
+    path = tmp_path / "adapter" / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"bias": "lora_only"}))
+    with pytest.raises(InvalidAdapter) as caught:
+        check(tmp_path, geometry)
+    refused = [v.field for v in caught.value.violations if "which PEFT adds" in v.description]
+    assert {field.partition(":")[2] for field in refused} == copies
+
+
+@pytest.mark.filterwarnings("ignore")
 def test_biases_that_were_trained_but_not_saved_are_noted(tmp_path: Path) -> None:
     geometry = write("qwen2", "bias-lora-only", tmp_path)
     assert not check(tmp_path, geometry).warnings
