@@ -90,13 +90,13 @@ class RegistryClient:
         """
         options, folder = publication.to_proto(), Path(folder)
         files, left_out = await asyncio.to_thread(files_to_send, folder, publication.strict)
-        summed = await hash_files(files, progress)
-        specs = [each.spec for each in summed]
+        checksums = await hash_files(files, progress)
+        specs = [each.spec for each in checksums]
         options.signatures.extend(signatures_of(publication, folder, specs))
         # Errors in the config or the header are reported before any byte of a large file is sent.
         content = await asyncio.to_thread(config_and_header, files)
         await self._validate(options, specs, *content)
-        done = await upload(self._channel, options, files, summed, progress)
+        done = await upload(self._channel, options, files, checksums, progress)
         return _published(done, left_out)
 
     async def publish(
@@ -118,13 +118,13 @@ class RegistryClient:
         """
         config_file, tensor_file = files = await asyncio.to_thread(memory_files, state_dict, config)
         options = publication.to_proto()
-        summed = await hash_files(files, ignore_progress)
-        specs = [each.spec for each in summed]
+        checksums = await hash_files(files, ignore_progress)
+        specs = [each.spec for each in checksums]
         if publication.signing_key is not None or publication.signature is not None:
             options.signatures.extend(signatures_of(publication, Path(), specs))
         if tensor_file.size_bytes > _SENT_UNCHECKED_BYTES:
             await self._validate(options, specs, config_file.content, header_of(tensor_file))
-        return _published(await upload(self._channel, options, files, summed, progress))
+        return _published(await upload(self._channel, options, files, checksums, progress))
 
     async def check(self, folder: str | Path, publication: Publication) -> Checked:
         """Check an upload without storing anything; returns what it would become. Raises as

@@ -72,7 +72,7 @@ def _without_links(path: str, flags: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Summed:
+class FileChecksums:
     """The checksums of a file that was read."""
 
     spec: pb.FileSpec
@@ -81,13 +81,13 @@ class Summed:
     computed."""
 
 
-async def hash_files(files: Sequence[SentFile], progress: Progress) -> list[Summed]:
+async def hash_files(files: Sequence[SentFile], progress: Progress) -> list[FileChecksums]:
     """Read the files and compute their checksums; those of chunks only if they are sent in more
     than one call. Raises DataLoss if a file is damaged."""
     loop = asyncio.get_running_loop()
     total_bytes = sum(file.size_bytes for file in files)
     done_bytes = 0
-    summed = []
+    checksums = []
     for file in files:
 
         def report(num_bytes: int, before: int = done_bytes) -> None:
@@ -108,8 +108,10 @@ async def hash_files(files: Sequence[SentFile], progress: Progress) -> list[Summ
         if file.sha256 not in ("", sha256):
             raise DataLoss(f"{file.path} is damaged: its sha256 is {sha256}; fetch it again")
         done_bytes += num_bytes
-        summed.append(Summed(pb.FileSpec(path=file.path, size=num_bytes, sha256=sha256), crc32s))
-    return summed
+        checksums.append(
+            FileChecksums(pb.FileSpec(path=file.path, size=num_bytes, sha256=sha256), crc32s)
+        )
+    return checksums
 
 
 def _is_small(file: SentFile) -> bool:

@@ -19,7 +19,7 @@ from loraplex.api.error_wire import STATUS_LOST
 from loraplex.api.registry import MAX_ONE_CALL_BYTES
 from loraplex.client.channel import CHUNK_BYTES, Channel
 from loraplex.client.progress import Progress, ignore_progress
-from loraplex.client.sent_files import MemoryFile, SentFile, Summed
+from loraplex.client.sent_files import FileChecksums, MemoryFile, SentFile
 from loraplex.errors import (
     Blocked,
     InvalidRequest,
@@ -61,7 +61,7 @@ async def upload(
     channel: Channel,
     options: pb.PublishOptions,
     files: Sequence[SentFile],
-    summed: Sequence[Summed],
+    checksums: Sequence[FileChecksums],
     progress: Progress = ignore_progress,
 ) -> pb.FinishUploadResponse | pb.PublishAdapterResponse:
     """Send the files, as `hash_files` read them, and publish them as one version.
@@ -70,12 +70,12 @@ async def upload(
     """
     if sum(file.size_bytes for file in files) <= MAX_ONE_CALL_BYTES:
         try:
-            return await _publish_in_one_call(channel, options, files, summed, progress)
+            return await _publish_in_one_call(channel, options, files, checksums, progress)
         except Unavailable as error:  # A refusal whose reason was lost is refused again.
             if error.reason != STATUS_LOST:
                 raise
-    request = pb.CreateUploadRequest(options=options, files=[each.spec for each in summed])
-    crc32s = {each.spec.path: each.crc32s for each in summed}
+    request = pb.CreateUploadRequest(options=options, files=[each.spec for each in checksums])
+    crc32s = {each.spec.path: each.crc32s for each in checksums}
     session = await _open(channel, request)
     num_streams = await _num_streams(channel, files)
     pauses = iter(PAUSES_S)
@@ -117,7 +117,7 @@ async def _publish_in_one_call(
     channel: Channel,
     options: pb.PublishOptions,
     files: Sequence[SentFile],
-    summed: Sequence[Summed],
+    checksums: Sequence[FileChecksums],
     progress: Progress,
 ) -> pb.PublishAdapterResponse:
     """Send a small adapter with its options."""
@@ -125,7 +125,7 @@ async def _publish_in_one_call(
     data = _joined(files) if is_read else await asyncio.to_thread(_joined, files)
     first = pb.PublishAdapterRequest(
         options=options,
-        files=[each.spec for each in summed],
+        files=[each.spec for each in checksums],
         request_id=secrets.token_hex(8),
         data=data[:CHUNK_BYTES],
     )

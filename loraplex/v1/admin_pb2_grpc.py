@@ -71,9 +71,9 @@ class AdminServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def MirrorRequests(self, request, context):
-        """MirrorRequests streams a share of the caller's tenant's requests for a tag, each when it has ended well.
-        Requests that ran with several adapters, choices or versions, and those of other tenants, are left out, and so
-        is what comes while the caller does not read. The stream ends when the caller cancels it.
+        """MirrorRequests streams a share of the caller's tenant's requests for a tag, each after it has succeeded.
+        Requests that ran with several adapters, choices or versions are left out, and so are those that end while the
+        caller is not reading. The stream ends when the caller cancels it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -35,7 +35,7 @@ from loraplex_services.gateway.console.debug_state import GatewayState
 from loraplex_services.gateway.grpc import admin, server
 from loraplex_services.gateway.http.aborts import AbortEndpoint
 from loraplex_services.gateway.http.aliases import AliasEndpoints
-from loraplex_services.gateway.http.answering import Answering
+from loraplex_services.gateway.http.answering import Responder
 from loraplex_services.gateway.http.app import AppContext, OpenAIEndpoints
 from loraplex_services.gateway.http.collected import LargeAnswers
 from loraplex_services.gateway.http.guard import HostRule
@@ -48,7 +48,7 @@ from loraplex_services.gateway.http.stored import StoredWork
 from loraplex_services.gateway.http.tokenize import PromptEncoder, TokenizeEndpoints
 from loraplex_services.gateway.http.usage import UsageEndpoint
 from loraplex_services.gateway.http.vectors import VectorEndpoints
-from loraplex_services.gateway.pipeline.admitting import Admitting
+from loraplex_services.gateway.pipeline.admission_steps import AdmissionSteps
 from loraplex_services.gateway.pipeline.generation import Generation
 from loraplex_services.gateway.pipeline.live import LiveRequests
 from loraplex_services.gateway.registry.keyring import KeyRing
@@ -109,14 +109,14 @@ class Gateway:
         self._live = LiveRequests(self._resolver, self._fleet, limits_prompts=config.wants_keys)
         rates = TenantRates(self._rate_limit_store)
         limits = self._tenants, rates, self._concurrency
-        self._admitting = Admitting(*limits, self._controller, self._fleet)
+        self._admission = AdmissionSteps(*limits, self._controller, self._fleet)
         self._generation = Generation(
             self._resolver,
             self._fleet,
             self._adapter_text,
             Relay(self._fleet),
             self._live,
-            self._admitting,
+            self._admission,
             max_request_s=config.max_request_s,
             chat_style=config.chat_style,
             tracer=tracer,
@@ -256,16 +256,16 @@ class Gateway:
         root = self._config.lora_root
         folders = None if root is None else LoraFolders(self._registry_of, root, self._resolver)
         large = LargeAnswers()
-        answering = Answering(self._generation, large, folders)
+        responder = Responder(self._generation, large, folders)
         encoder = PromptEncoder(
-            self._resolver, self._fleet, self._adapter_text, self._admitting.charge_request
+            self._resolver, self._fleet, self._adapter_text, self._admission.charge_request
         )
-        endpoints = OpenAIEndpoints(answering, self._resolver, context)
+        endpoints = OpenAIEndpoints(responder, self._resolver, context)
         one_call = functools.partial(context.reader, num_calls=1)
         tokenize = TokenizeEndpoints(context.text_reader, one_call, encoder, large)
-        responses = ResponsesEndpoints(context, answering, encoder)
+        responses = ResponsesEndpoints(context, responder, encoder)
         vectors = VectorEndpoints(context.caller, self._generation, large, self._resolver)
-        messages = MessagesEndpoints(context, answering, encoder)
+        messages = MessagesEndpoints(context, responder, encoder)
         usage = UsageEndpoint(
             functools.partial(context.reader, num_calls=USAGE_CALLS), self._registry.usage
         )

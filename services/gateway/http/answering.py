@@ -40,7 +40,7 @@ _MAX_DELTAS_AT_ONCE = 256
 logprobs would stop the event loop for tenths of a second."""
 
 
-class Answering:
+class Responder:
     """The one path of generated text from the pipeline to HTTP."""
 
     def __init__(

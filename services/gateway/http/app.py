@@ -26,7 +26,7 @@ from loraplex_services.common.limits import (
     TEXT_BYTES_PER_CALL,
 )
 from loraplex_services.gateway.http.aliases import LOADS, UNLOADS
-from loraplex_services.gateway.http.answering import Answering, json_response
+from loraplex_services.gateway.http.answering import Responder, json_response
 from loraplex_services.gateway.http.calls import (
     OpenAICall,
     Origin,
@@ -140,7 +140,7 @@ class AppContext:
 class OpenAIEndpoints:
     """OpenAI's endpoints, health and metrics on top of the pipeline."""
 
-    answering: Answering
+    responder: Responder
     resolver: Resolver
     context: AppContext
 
@@ -169,7 +169,7 @@ class OpenAIEndpoints:
             Exception: _on_crash,
         }
         app = Starlette(routes=routes, exception_handlers=handlers)
-        return Guard(app, hosts, self.answering.collected)
+        return Guard(app, hosts, self.responder.collected)
 
     async def completions(self, request: Request) -> Any:
         """POST /v1/completions."""
@@ -223,7 +223,7 @@ class OpenAIEndpoints:
     async def _complete(self, request: Request, parse: Parse) -> Any:
         caller = await self.context.caller(request)
         call = parse(await read_json(request, caller), origin_of(request, caller))
-        return await self.answering.answer(
+        return await self.responder.answer(
             request, call, _completion_id(call), _FORMATTERS[parse], CHUNKS
         )
 

@@ -19,7 +19,7 @@ from loraplex_services.gateway.batches.sweep import Sweeper
 from loraplex_services.gateway.http.app import AppContext
 from loraplex_services.gateway.http.batches import BatchEndpoints
 from loraplex_services.gateway.http.files import FileEndpoints
-from loraplex_services.gateway.http.within import WithinEndpoints
+from loraplex_services.gateway.http.in_process import InProcessEndpoints
 from loraplex_services.gateway.pipeline.collected_bytes import CollectedBytes
 
 
@@ -54,7 +54,7 @@ class StoredWork:
                 storage=self._storage,
                 files=files,
                 book=book,
-                endpoints=WithinEndpoints(app),
+                endpoints=InProcessEndpoints(app),
                 pace=Pace(limit),
                 unread=collected.unread,
                 check_key=check_key,

@@ -22,7 +22,7 @@ from loraplex_services.gateway.metrics import (
     PROMPT_TOKENS,
     REQUEST_S,
 )
-from loraplex_services.gateway.pipeline.admitting import Admitting
+from loraplex_services.gateway.pipeline.admission_steps import AdmissionSteps
 from loraplex_services.gateway.pipeline.call_limits import (
     check_call,
     check_experts,
@@ -72,7 +72,7 @@ class Generation:
         adapter_text: AdapterText,
         relay: Relay,
         live: LiveRequests,
-        admitting: Admitting,
+        admission: AdmissionSteps,
         *,
         max_request_s: float,
         chat_style: StyleSettings = AS_DETECTED,
@@ -89,7 +89,7 @@ class Generation:
         self._adapter_text = adapter_text
         self._relay = relay
         self._live = live
-        self._admitting = admitting
+        self._admission = admission
         self._max_request_s = max_request_s
         self._chat_style = chat_style
         self._draw_seed = draw_seed
@@ -125,7 +125,7 @@ class Generation:
             raise draining()
         check_call(call)
         arrival_s = now_s()
-        limits = await self._admitting.charge_request(call.tenant)
+        limits = await self._admission.charge_request(call.tenant)
         target = await self._resolver.target(call)
         check_update_policy(call, target)
         pooling = choose_pooling(call, target.adapters)
@@ -203,7 +203,7 @@ class Generation:
         base_id = prepared.base.base_id
         async with (
             self._live.entered(prepared) as steering,
-            self._admitting.admitted(prepared) as permit,
+            self._admission.admitted(prepared) as permit,
             aclosing(self._choices(prepared, steering)) as text_deltas,
         ):
             PROMPT_TOKENS.labels(base_id).inc(prepared.usage.prompt_tokens)

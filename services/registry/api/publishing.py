@@ -29,7 +29,7 @@ from loraplex_services.registry.access.permissions import Access
 from loraplex_services.registry.api import convert, publish_options
 from loraplex_services.registry.api.admin import AdminService, caller_access
 from loraplex_services.registry.api.one_call import check_request_id, contents_of
-from loraplex_services.registry.publish.inspection import Wanted
+from loraplex_services.registry.publish.inspection import Requirements
 from loraplex_services.registry.publish.metrics import refusals_counted
 from loraplex_services.registry.publish.uploads import (
     Finished,
@@ -213,7 +213,7 @@ class PublishService(AdminService):
     ) -> pb.ValidateAdapterResponse:
         labels = request.options.labels
         publish_options.check_labels(labels, "options.labels")
-        wanted = Wanted(
+        wanted = Requirements(
             access.tenant,
             request.options.base_id,
             request.options.strict,

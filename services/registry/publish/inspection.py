@@ -75,8 +75,8 @@ class DamagedFile(DataLoss):
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
-    """The requirements of an upload."""
+class Requirements:
+    """What an uploaded adapter has to fulfil."""
 
     tenant: str
     """Tenant that publishes the adapter."""
@@ -101,7 +101,7 @@ class Inspector:
     scans: Scans
     validations: Validations
 
-    async def inspect(self, sources: Sequence[FileSource], wanted: Wanted) -> Inspected:
+    async def inspect(self, sources: Sequence[FileSource], wanted: Requirements) -> Inspected:
         """Validate an adapter from its stored bytes.
 
         Raises:
@@ -117,7 +117,7 @@ class Inspector:
                 await _verify(self.store, source, None)
             raise
 
-    async def _inspect(self, sources: Sequence[FileSource], wanted: Wanted) -> Inspected:
+    async def _inspect(self, sources: Sequence[FileSource], wanted: Requirements) -> Inspected:
         by_path = {source.file.path: source for source in sources}
         config_bytes = await _whole(self.store, by_path[CONFIG_FILE])
         other = by_path.get(GENERATION_FILE)
@@ -144,7 +144,7 @@ class Inspector:
         return Inspected(base, report, manifest, digest_of(manifest), warnings)
 
     async def check(
-        self, config_bytes: bytes, header_bytes: bytes, files: Sequence[File], wanted: Wanted
+        self, config_bytes: bytes, header_bytes: bytes, files: Sequence[File], wanted: Requirements
     ) -> tuple[BaseRecord, Report, Header, tuple[Violation, ...]]:
         """Validate config and header against the base that the adapter is for."""
         size = next((file.size for file in files if file.path == TENSOR_FILE), len(header_bytes))

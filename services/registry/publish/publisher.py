@@ -33,7 +33,7 @@ from loraplex_services.registry.publish.inspection import (
     DamagedFile,
     FileSource,
     Inspector,
-    Wanted,
+    Requirements,
 )
 from loraplex_services.registry.publish.metrics import UPLOADS
 from loraplex_services.registry.publish.uploads import (
@@ -139,7 +139,7 @@ class Publisher:
         options = session.options
         inspected = await self.inspector.inspect(
             sources,
-            Wanted(
+            Requirements(
                 options.tenant,
                 options.base_id,
                 options.strict,

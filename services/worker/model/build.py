@@ -30,7 +30,7 @@ from loraplex_services.worker.model.decoder import (
     SiteWeights,
 )
 from loraplex_services.worker.model.load import Weights, parts_of, take_rows
-from loraplex_services.worker.model.own_weights import OwnWeights
+from loraplex_services.worker.model.shard_weights import ShardWeights
 from loraplex_services.worker.ops.activation.torch import Activation
 from loraplex_services.worker.ops.linear.coded import CodedWeight, joined
 from loraplex_services.worker.ops.linear.stacked import StackedLinear
@@ -141,9 +141,9 @@ class Builder:
         return self.operators.ranks.shard
 
     @property
-    def own(self) -> OwnWeights:
+    def own(self) -> ShardWeights:
         """This rank's part of the weights."""
-        return OwnWeights(self.weights, self.shard, self.operators.keeps_half)
+        return ShardWeights(self.weights, self.shard, self.operators.keeps_half)
 
     def _token_rows(self, name: str) -> Tensor:
         return self.own.token_rows(name, self.config.vocab_size, self.config.hidden_size)

@@ -19,7 +19,7 @@ from loraplex_services.gateway.admission.dispatch_window import ready_workers
 from loraplex_services.gateway.admission.queue import AdmissionLimits
 from loraplex_services.gateway.admission.rate_limit_store import RedisRateLimitStore
 from loraplex_services.gateway.admission.rates import TenantRates
-from loraplex_services.gateway.pipeline.admitting import Admitting
+from loraplex_services.gateway.pipeline.admission_steps import AdmissionSteps
 from loraplex_services.gateway.pipeline.choice_text import ChoiceText
 from loraplex_services.gateway.pipeline.generation import Generation
 from loraplex_services.gateway.pipeline.live import LiveRequests
@@ -76,7 +76,7 @@ class SimulatedGateway:
             AdapterText(house.registry.read_files),
             self.relay,
             LiveRequests(self.resolver, self.fleet),
-            Admitting(
+            AdmissionSteps(
                 TenantDirectory(house.limits_of),
                 TenantRates(self.rate_limit_store),
                 self.concurrency,

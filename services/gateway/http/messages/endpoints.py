@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from loraplex_services.gateway.http.answering import Answering, json_response
+from loraplex_services.gateway.http.answering import Responder, json_response
 from loraplex_services.gateway.http.app import AppContext
 from loraplex_services.gateway.http.calls import origin_of
 from loraplex_services.gateway.http.errors import MESSAGES_PATH
@@ -27,7 +27,7 @@ class MessagesEndpoints:
     """Endpoints over the one path of generated text."""
 
     context: AppContext
-    answering: Answering
+    responder: Responder
     encoder: PromptEncoder
 
     def routes(self) -> list[Route]:
@@ -42,7 +42,7 @@ class MessagesEndpoints:
         fields = await read_json(request, caller)
         call = parse_messages(fields, origin_of(request, caller))
         answer_id = f"msg_{request.state.request_id}"
-        return await self.answering.answer(request, call, answer_id, MessagesFormatter, _EVENTS)
+        return await self.responder.answer(request, call, answer_id, MessagesFormatter, _EVENTS)
 
     async def count(self, request: Request) -> Response:
         """POST /v1/messages/count_tokens."""

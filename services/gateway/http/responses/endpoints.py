@@ -15,7 +15,7 @@ from starlette.routing import Route
 from loraplex.errors import InvalidRequest
 from loraplex_services.common.callers import Caller
 from loraplex_services.common.limits import HTTP_BODY
-from loraplex_services.gateway.http.answering import Answering, json_response
+from loraplex_services.gateway.http.answering import Responder, json_response
 from loraplex_services.gateway.http.app import AppContext
 from loraplex_services.gateway.http.body import bad_type
 from loraplex_services.gateway.http.calls import origin_of
@@ -48,11 +48,11 @@ class ResponsesEndpoints:
     def __init__(
         self,
         context: AppContext,
-        answering: Answering,
+        responder: Responder,
         encoder: PromptEncoder,
     ) -> None:
         self._context = context
-        self._answering = answering
+        self._responder = responder
         self._encoder = encoder
         self._store = ResponseStore()
 
@@ -77,7 +77,7 @@ class ResponsesEndpoints:
             """Keep the response; called from another thread if it is long."""
             loop.call_soon_threadsafe(self._keep, caller.tenant, call, response)
 
-        return await self._answering.answer(
+        return await self._responder.answer(
             request,
             call.chat,
             f"resp_{secrets.token_hex(_STEM_CHARS // 2)}",

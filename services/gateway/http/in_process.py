@@ -23,7 +23,7 @@ from loraplex_services.gateway.http.json_body import LargeBodies, check_values
 _TURN_S = 1.0
 
 
-class WithinEndpoints:
+class InProcessEndpoints:
     """The endpoints of an app, for callers that were checked before."""
 
     def __init__(self, app: Callable[[], ASGIApp]) -> None:

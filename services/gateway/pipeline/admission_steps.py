@@ -18,7 +18,7 @@ from loraplex_services.gateway.routing.router import are_fetched
 from loraplex_services.gateway.workers.fleet import Fleet
 
 
-class Admitting:
+class AdmissionSteps:
     """Rates, concurrency and the queue, in the order in which a request meets them."""
 
     def __init__(

@@ -15,7 +15,7 @@ from loraplex_services.worker.types.sharding import WHOLE, Cut, Shard, padded_sh
 
 
 @dataclass(frozen=True, slots=True)
-class OwnWeights:
+class ShardWeights:
     """Takes the parts of one rank."""
 
     weights: Weights

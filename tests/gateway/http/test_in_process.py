@@ -7,7 +7,7 @@ from starlette.requests import Request
 from starlette.routing import Route
 
 from loraplex_services.common.callers import LOCAL
-from loraplex_services.gateway.http.within import WithinEndpoints
+from loraplex_services.gateway.http.in_process import InProcessEndpoints
 
 
 async def test_a_crash_of_an_endpoint_is_the_answer_to_its_line_and_does_not_end_the_batch() -> (
@@ -18,5 +18,5 @@ async def test_a_crash_of_an_endpoint_is_the_answer_to_its_line_and_does_not_end
 
     path = "/v1/completions"
     app = Starlette(routes=[Route(path, crash, methods=["POST"])])
-    answer = await WithinEndpoints(lambda: app).post(LOCAL, path, {}, "r")
+    answer = await InProcessEndpoints(lambda: app).post(LOCAL, path, {}, "r")
     assert (answer.status, answer.retry_after_s) == (500, None)
