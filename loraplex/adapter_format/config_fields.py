@@ -196,15 +196,7 @@ def check_combinations(reader: AdapterConfigReader) -> None:
             "lora_bias", True, "cannot be combined with use_dora, which PEFT refuses as well"
         )
     if fields.get("alora_invocation_tokens"):
-        if fields.get("task_type") in (SEQ_CLS, FEATURE_EXTRACTION):
-            hint = "has no invocation: PEFT serves activated LoRA for CAUSAL_LM only"
-            reader.refuse("task_type", fields["task_type"], hint)
-        for name in ("use_dora", "modules_to_save", "trainable_token_indices", "target_parameters"):
-            if fields.get(name):
-                hint = "acts on whole requests, but an activated LoRA only from its invocation on"
-                reader.refuse(name, fields[name], hint)
-        if fields.get("bias", "none") != "none":
-            reader.refuse("bias", fields["bias"], "cannot be combined with alora_invocation_tokens")
+        _check_activated(reader)
     if fields.get("target_parameters"):
         for name in ("use_dora", "lora_bias"):
             if fields.get(name) is True:
@@ -215,3 +207,17 @@ def check_combinations(reader: AdapterConfigReader) -> None:
                 )
     if fields.get("lora_bias") is True and isinstance(fields.get("init_lora_weights"), str):
         reader.refuse("lora_bias", True, "needs init_lora_weights to be true or false")
+
+
+def _check_activated(reader: AdapterConfigReader) -> None:
+    """Refuse what an activated LoRA cannot be combined with."""
+    fields = reader.fields
+    if fields.get("task_type") in (SEQ_CLS, FEATURE_EXTRACTION):
+        hint = "has no invocation: PEFT serves activated LoRA for CAUSAL_LM only"
+        reader.refuse("task_type", fields["task_type"], hint)
+    for name in ("use_dora", "modules_to_save", "trainable_token_indices", "target_parameters"):
+        if fields.get(name):
+            hint = "acts on whole requests, but an activated LoRA only from its invocation on"
+            reader.refuse(name, fields[name], hint)
+    if fields.get("bias", "none") != "none":
+        reader.refuse("bias", fields["bias"], "cannot be combined with alora_invocation_tokens")

@@ -48,19 +48,29 @@ def check_targets(
                 _refuse_unselected(module, findings)
             elif _is_selected_twice(config, selector, module, base):
                 _refuse_selected_twice(module, findings)
-        linear = [name for name, module in base.items() if module.kind == LINEAR]
-        parts = dict(map(parameter_part, linear)) if config.target_parameters else {}
-        if not any(is_expert(name) for name, module in adapted.items() if module.expert is None):
-            # Trained with transformers 5, where experts are not linears. No name selects them, not
-            # even one that also names a linear of a shared expert or of a dense layer.
-            linear = [name for name in linear if not is_expert(name)]
-        selected = [name for name in linear if selector.selects(name, base[name])]
-        selected += [part for part, name in parts.items() if targets_parameter(config, name)]
+        selected = _selected_names(config, selector, adapted, base)
         missing = [name for name in selected if name not in adapted]
         if missing and not findings.refusals:
             _note_missing(config, missing, len(selected), findings, allow_missing=allow_missing)
     except BadPattern as error:
         findings.refuse(f"{CONFIG_FILE}:target_modules", targets, str(error))
+
+
+def _selected_names(
+    config: AdapterConfig,
+    selector: Selector,
+    adapted: Mapping[str, AdapterModule],
+    base: Mapping[str, Module],
+) -> list[str]:
+    """The modules of the base that target_modules and target_parameters select."""
+    linear = [name for name, module in base.items() if module.kind == LINEAR]
+    parts = dict(map(parameter_part, linear)) if config.target_parameters else {}
+    if not any(is_expert(name) for name, module in adapted.items() if module.expert is None):
+        # Trained with transformers 5, where experts are not linears. No name selects them, not even
+        # one that also names a linear of a shared expert or of a dense layer.
+        linear = [name for name in linear if not is_expert(name)]
+    selected = [name for name in linear if selector.selects(name, base[name])]
+    return selected + [part for part, name in parts.items() if targets_parameter(config, name)]
 
 
 def _note_lost_biases(

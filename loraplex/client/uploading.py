@@ -74,6 +74,17 @@ async def upload(
         except Unavailable as error:  # A refusal whose reason was lost is refused again.
             if error.reason != STATUS_LOST:
                 raise
+    return await _upload_in_streams(channel, options, files, checksums, progress)
+
+
+async def _upload_in_streams(
+    channel: Channel,
+    options: pb.PublishOptions,
+    files: Sequence[SentFile],
+    checksums: Sequence[FileChecksums],
+    progress: Progress,
+) -> pb.FinishUploadResponse:
+    """Upload in a session, which continues after an interruption."""
     request = pb.CreateUploadRequest(options=options, files=[each.spec for each in checksums])
     crc32s = {each.spec.path: each.crc32s for each in checksums}
     session = await _open(channel, request)
