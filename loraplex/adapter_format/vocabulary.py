@@ -51,24 +51,33 @@ def complete_tables(
                 findings.refuse(f"{CONFIG_FILE}:trainable_token_indices", list(head.token_ids), why)
         tables = [embedding, head]
     size = _common_size(tables, geometry.vocab_size, findings)
-    if size > geometry.vocab_size and geometry.has_layer_inputs:
-        why = (
-            "adds tokens, for which the base's per-layer embeddings have no rows, and libraries do "
-            "not save any with an adapter; train without new tokens"
-        )
-        findings.refuse(f"{TENSOR_FILE}:{names[EMBEDDING]}", size - geometry.vocab_size, why)
+    if size > geometry.vocab_size:
+        where, num_new = f"{TENSOR_FILE}:{names[EMBEDDING]}", size - geometry.vocab_size
+        _check_new_tokens(where, num_new, geometry, findings, brings_tokenizer)
     for module in tables:
         if _is_changed(module) or module.name in by_name or size != geometry.vocab_size:
             own = size if size != geometry.vocab_size else 0
             by_name[module.name] = replace(module, num_rows=own)
-    if size > geometry.vocab_size and not brings_tokenizer:
+    return tuple(by_name[name] for name in sorted(by_name))
+
+
+def _check_new_tokens(
+    where: str, num_new: int, geometry: Geometry, findings: Findings, brings_tokenizer: bool
+) -> None:
+    """Refuse tokens that the base has no layer inputs for; warn if no tokenizer makes them."""
+    if geometry.has_layer_inputs:
+        why = (
+            "adds tokens, for which the base's per-layer embeddings have no rows, and libraries do "
+            "not save any with an adapter; train without new tokens"
+        )
+        findings.refuse(where, num_new, why)
+    if not brings_tokenizer:
         findings.warn(
-            f"{TENSOR_FILE}:{names[EMBEDDING]}",
-            size - geometry.vocab_size,
+            where,
+            num_new,
             "adds tokens without a tokenizer, so text is tokenized as for the base; save the "
             "tokenizer with the adapter, or send prompts that use them as token ids",
         )
-    return tuple(by_name[name] for name in sorted(by_name))
 
 
 def _is_changed(module: AdapterModule) -> bool:
