@@ -105,7 +105,7 @@ async def test_versions_are_measured_when_they_are_published_and_tags_move_forwa
         ref, refused = await outcomes.get()
         assert ref == "acme/a:v3"
         assert isinstance(refused, InvalidAdapter)
-        assert refused.violations[0].field == "acme/a:v3"
+        assert refused.violations[0].field == "mean_kl"
         assert await tagged(served) == 2
         await publish(served.registry, "acme/a", 4)
         assert isinstance((await outcomes.get())[1], Certificate)
