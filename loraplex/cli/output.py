@@ -114,7 +114,7 @@ def print_error(error: LoraplexError, *, as_json: bool) -> None:
         if len(lines) == 1:
             print(f"error: {lines[0]}", file=sys.stderr)
             return
-        print(f"error: {error.message}", file=sys.stderr)
+        print(f"error: {printable(error.message)}", file=sys.stderr)
         for line in lines:
             print(f"  {line}", file=sys.stderr)
         return

@@ -50,7 +50,9 @@ def main_of(parser: Parser, argv: Sequence[str]) -> int:
     except (IsADirectoryError, NotADirectoryError) as error:
         return _print(InvalidRequest(f"{error.filename}: {error.strerror}"), as_json)
     except OSError as error:
-        print_error(LoraplexError(str(error), reason="OS_ERROR"), as_json=as_json)
+        where = f"{error.filename2 or error.filename}: " if error.filename else ""
+        message = f"{where}{error.strerror or error}"
+        print_error(LoraplexError(message, reason="OS_ERROR"), as_json=as_json)
         return OTHER_FAILURE
     except Exception as error:
         # This is a bug. Scripts get one JSON object as always, people the traceback to report.

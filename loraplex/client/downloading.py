@@ -7,7 +7,6 @@ import contextlib
 import hashlib
 import os
 import shutil
-import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO
@@ -17,6 +16,7 @@ from loraplex.api.registry_wire import adapter_version
 from loraplex.client.channel import Channel
 from loraplex.client.progress import Progress, ignore_progress
 from loraplex.errors import AlreadyExists, DataLoss, InvalidRequest
+from loraplex.new_folder import make_partial, move_into
 from loraplex.v1 import registry_pb2 as pb
 from loraplex.v1 import registry_pb2_grpc
 
@@ -171,13 +171,12 @@ async def download(
     if not force and folder.is_dir() and any(folder.iterdir()):
         force_too = "" if finish else ", or add --force to replace files in it"
         raise AlreadyExists(f"{folder} is not empty; name a new folder{force_too}")
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    partial = make_partial(folder)
     try:
         version = await _receive(channel, ref, partial, progress)
         if finish is not None:
             await asyncio.to_thread(finish, partial, version)
-        await asyncio.to_thread(_move_into, partial, folder)
+        await asyncio.to_thread(move_into, partial, folder)
         return version
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -230,30 +229,3 @@ def _safe(path: str) -> PurePosixPath:
     if parts.is_absolute() or ".." in parts.parts or not parts.parts or "\\" in path:
         raise DataLoss(f"the registry sent an unsafe path: {path!r}")
     return parts
-
-
-def _move_into(partial: Path, folder: Path) -> None:
-    """Rename `partial` to `folder`, or move its files into `folder` if that has content. Names are
-    synced as well, so a folder that exists after a crash of the machine is complete.
-    """
-    partial.chmod(0o755)
-    changed = {folder.parent}
-    _sync_folder(partial)
-    try:
-        os.rename(partial, folder)
-    except OSError:
-        for source in [path for path in partial.rglob("*") if path.is_file()]:
-            target = folder / source.relative_to(partial)
-            target.parent.mkdir(parents=True, exist_ok=True)
-            os.replace(source, target)
-            changed.add(target.parent)
-    for parent in changed:
-        _sync_folder(parent)
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

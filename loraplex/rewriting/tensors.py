@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import shutil
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -36,6 +34,7 @@ from loraplex.adapter_format.tasks import CAUSAL_LM
 from loraplex.adapter_format.tensor_scan import scan_file
 from loraplex.client.publishing import read_adapter
 from loraplex.errors import AlreadyExists, InvalidAdapter, InvalidRequest
+from loraplex.new_folder import make_partial, move_into
 
 Array = npt.NDArray[np.float32]
 
@@ -170,7 +169,7 @@ def _checked(content: AdapterFolder, config: bytes, geometry: Geometry | None) -
 
 @contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
-    """A temporary folder that is renamed to `out` at the end, or deleted on failure.
+    """A temporary folder that becomes `out` at the end, or is deleted on failure.
 
     Raises:
         InvalidRequest: `out` is a file.
@@ -180,14 +179,10 @@ def new_folder(out: Path) -> Iterator[Path]:
         raise InvalidRequest(f"{out} is a file; name a folder")
     if out.exists() and any(out.iterdir()):
         raise AlreadyExists(f"{out} is not empty; name a new folder")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(prefix=".partial-", dir=out.parent))
+    partial = make_partial(out)
     try:
         yield partial
-        partial.chmod(0o755)
-        if out.exists():
-            out.rmdir()
-        os.replace(partial, out)
+        move_into(partial, out)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 

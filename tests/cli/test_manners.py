@@ -97,6 +97,19 @@ def test_a_folder_whose_name_is_not_utf_8_is_read(
     assert offline("validate", str(folder)).returncode == 0
 
 
+def test_an_error_of_the_system_is_told_as_any_other(offline: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "folder\x1b[31m"
+    folder.mkdir()
+    words = ("certify", "a:v1", "--reference", "127.0.0.1:1", "--probe", str(folder))
+    done = offline(*words)
+    assert done.returncode == 2
+    assert done.stderr == f"error: {tmp_path}/folder\\x1b[31m: Is a directory\n"
+    name = "z" * 300
+    done = offline("validate", name)
+    assert done.returncode == 1
+    assert done.stderr == f"error: {name}/oci-layout: File name too long\n"
+
+
 INTERRUPT = """
 import importlib.abc, os, signal, sys
 
