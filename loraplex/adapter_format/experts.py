@@ -12,7 +12,7 @@ Source: peft, `tuners/lora/layer.py: ParamWrapper`, `tuners_utils._inject_parame
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from loraplex.adapter_format import tensor_names as parts
@@ -94,7 +94,7 @@ def is_fused_half(name: str) -> bool:
     return match is not None and match["name"] not in {*_DOWN_NAMES, _GATE_UP}
 
 
-def base_name(name: str, base: Mapping[str, object]) -> str:
+def base_name(name: str, base: Container[str]) -> str:
     """A module's name as the base's files spell it."""
     for ours, theirs in _SPELLINGS:
         respelt = name.replace(ours, theirs)

@@ -18,6 +18,8 @@ from loraplex.errors import Unsupported
 from loraplex_services.worker.layers.embedding import LoraEmbedding
 from loraplex_services.worker.layers.forward_batch import ForwardBatch
 from loraplex_services.worker.layers.lora_linear import LoraLinear
+from loraplex_services.worker.layers.moe import ExpertMlps
+from loraplex_services.worker.ops.activation.torch import ACTIVATIONS, plain_gate
 from loraplex_services.worker.ops.attention.backend import AttentionBackend
 from loraplex_services.worker.ops.lora.worklist import LoraBatch
 
@@ -82,6 +84,23 @@ def is_product(module: nn.Module) -> bool:
     return isinstance(out, Tensor) and torch.allclose(out, product, rtol=0.02, atol=0.02)
 
 
+def are_gated_experts(module: Any, activation: object) -> bool:
+    """Whether it is the experts of a layer and computes them as `ExpertMlps` does, with stacked
+    weights `[experts, 2 * width, hidden]` and `[experts, hidden, width]`."""
+    if not hasattr(module, "_apply_gate") or activation not in ACTIVATIONS:
+        return False  # each class whose implementation the library can exchange has the method
+    up, down = (getattr(module, name, None) for name in ("gate_up_proj", "down_proj"))
+    if up is None or down is None or down.shape != (len(up), up.shape[2], up.shape[1] // 2):
+        return False
+    rows = torch.linspace(-1.0, 1.0, 2 * up.shape[2]).view(2, -1).to(up.dtype)
+    chosen, weights = torch.tensor([[0], [len(up) - 1]]), torch.tensor([[1.0], [0.5]])
+    out, gate = module(rows, chosen, weights.to(up.dtype)), plain_gate(str(activation))
+    experts = chosen.flatten().tolist()
+    inner = gate(torch.stack([up[e] @ row for e, row in zip(experts, rows, strict=True)]))
+    products = torch.stack([down[e] @ row for e, row in zip(experts, inner, strict=True)])
+    return bool((out - weights * products).norm() <= 0.02 * (weights * products).norm())
+
+
 class SiteLinear(nn.Module):
     """A linear with the adapters of the batch."""
 
@@ -108,6 +127,21 @@ class SiteHead(SiteLinear):
         assert current.lora is not None, "set for each pass"
         y = self._linear.forward_float32(x.flatten(0, -2), current.lora, current.num_logits)
         return y.view(*x.shape[:-1], -1)
+
+
+class SiteExperts(nn.Module):
+    """The experts of a layer with the adapters of the batch."""
+
+    def __init__(self, experts: ExpertMlps, current: CurrentPass) -> None:
+        super().__init__()
+        self._experts = experts
+        self._current = current
+
+    def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """`[T, H]`, expert numbers `[T, k]` and their weights `[T, k]` -> `[T, H]`."""
+        assert self._current.lora is not None, "set for each pass"
+        chosen, weights = chosen.long().contiguous(), weights.float().contiguous()
+        return self._experts.forward(x, chosen, weights, self._current.lora)
 
 
 class SiteEmbedding(nn.Module):

@@ -25,6 +25,7 @@ from loraplex_services.worker.layers.library_modules import (
     ATTENTION,
     AttentionCall,
     CurrentPass,
+    are_gated_experts,
     attend,
     is_product,
 )
@@ -69,7 +70,7 @@ def build_library_model(
     """
     if device.type != "cpu":
         raise _refused("device", device.type, "models of the transformers library run on CPUs only")
-    model = _load(folder, dtype)
+    model, names = _load(folder, dtype)
     current = CurrentPass()
     calls = _attention_calls(model, current)
     config = _model_config(model.config, folder, calls)
@@ -77,7 +78,7 @@ def build_library_model(
     for call in calls:
         sinks = current.sinks.get(call.layer)
         current.backends[call.layer] = maker.layer(config, call.source, sinks, rotated=True)
-    decoder = LibrarySites(model, config, operators, current).decoder()
+    decoder = LibrarySites(model, config, names, operators, current).decoder()
     with torch.inference_mode(), _odd_class_refused(model):
         _try(decoder, maker)
     return decoder
@@ -99,7 +100,8 @@ def _refused(field_name: str, value: object, why: str) -> Unsupported:
     return Unsupported.field(field_name, value, why)
 
 
-def _load(folder: Path, dtype: torch.dtype) -> Any:
+def _load(folder: Path, dtype: torch.dtype) -> tuple[Any, frozenset[str]]:
+    """The model, and its modules' names in the files."""
     try:
         import transformers
     except ImportError:
@@ -115,7 +117,7 @@ def _load(folder: Path, dtype: torch.dtype) -> Any:
     try:
         config = library.AutoConfig.from_pretrained(folder, trust_remote_code=False)
         _check_config(config, library.MODEL_FOR_CAUSAL_LM_MAPPING)
-        geometry_from_folder(folder)  # names the file that is missing or damaged
+        geometry = geometry_from_folder(folder)  # names a file that is missing or damaged
         model, loading = library.AutoModelForCausalLM.from_pretrained(
             folder,
             dtype=dtype,
@@ -134,7 +136,8 @@ def _load(folder: Path, dtype: torch.dtype) -> Any:
         raise InvalidRequest.field("model", folder.name, why) from error
     _check_complete(loading)
     _check_tied(model)
-    return model.eval().requires_grad_(False)
+    names = frozenset(module.name for module in geometry.modules)
+    return model.eval().requires_grad_(False), names
 
 
 def _check_complete(loading: dict[str, Any]) -> None:
@@ -223,14 +226,20 @@ def _attention_calls(model: Any, current: CurrentPass) -> list[AttentionCall]:
 
 @contextmanager
 def _partial_rows_refused(body: nn.Module) -> Iterator[None]:
-    """Refuse linears that do not see every token once: rows would meet the wrong adapters."""
+    """Refuse linears and experts that do not see every token once: rows would meet the wrong
+    adapters."""
     seen: dict[str, list[torch.Size]] = {}
 
     def note(name: str, _module: nn.Module, inputs: tuple[Any, ...]) -> None:
         seen.setdefault(name, []).append(inputs[0].shape[:-1])
 
-    linears = [(name, m) for name, m in body.named_modules() if is_product(m)]
-    hooks = [module.register_forward_pre_hook(partial(note, name)) for name, module in linears]
+    activation = getattr(body.config, "hidden_act", None)
+    modules = [
+        (name, module)
+        for name, module in body.named_modules()
+        if is_product(module) or are_gated_experts(module, activation)
+    ]
+    hooks = [module.register_forward_pre_hook(partial(note, name)) for name, module in modules]
     try:
         yield
     finally:
@@ -238,7 +247,7 @@ def _partial_rows_refused(body: nn.Module) -> Iterator[None]:
             hook.remove()
     for name, shapes in seen.items():
         if [shape.numel() for shape in shapes] != [2]:
-            raise _refused(name, "linear", "does not see every token once, and is not served")
+            raise _refused(name, "module", "does not see every token once, and is not served")
 
 
 @contextmanager

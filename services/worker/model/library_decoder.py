@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from loraplex.adapter_format.experts import base_name
 from loraplex.errors import Unsupported
 from loraplex_services.worker.layers.embedding import LoraEmbedding, TokenTable
 from loraplex_services.worker.layers.forward_batch import ForwardBatch
@@ -17,20 +19,25 @@ from loraplex_services.worker.layers.library_modules import (
     KnownStates,
     PassPositions,
     SiteEmbedding,
+    SiteExperts,
     SiteHead,
     SiteLinear,
+    are_gated_experts,
     is_conv1d,
     is_product,
 )
 from loraplex_services.worker.layers.lora_linear import LoraLinear
+from loraplex_services.worker.layers.moe import Expert, ExpertWeights
 from loraplex_services.worker.layers.operators import Operators
 from loraplex_services.worker.layers.score import ScoreHead
 from loraplex_services.worker.model.decoder import Decoder, SiteWeights
 from loraplex_services.worker.ops.linear.torch import BaseLinear, DenseLinear
+from loraplex_services.worker.ops.lora.torch import add_lora
 from loraplex_services.worker.ops.lora.worklist import LoraBatch
 from loraplex_services.worker.types.model_config import ModelConfig
 from loraplex_services.worker.types.sites import (
     EMBEDDING,
+    EXPERT,
     HEAD,
     LINEAR,
     LM_HEAD,
@@ -38,8 +45,8 @@ from loraplex_services.worker.types.sites import (
 )
 
 _LAYER = re.compile(r"\.(\d+)\.", re.ASCII)
-
-
+_EXPERT_NAMES = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
+"""Names of an expert's linears in the files of bases: gate, up and down."""
 _COUNTING = frozenset({"llama4_text"})
 """Model types whose layers take positions from the cache that they are given."""
 
@@ -51,12 +58,20 @@ def body_name(model: Any) -> str:
     return name.partition(".")[0]
 
 
+def _layer_of(name: str) -> int:
+    """The layer of a module, the first number in its name; -1 = none."""
+    layer = _LAYER.search(name)
+    return int(layer[1]) if layer else -1
+
+
 @dataclass(slots=True)
 class LibrarySites:
     """Replaces the modules of a model and collects their sites."""
 
     model: Any
     config: ModelConfig
+    names: Collection[str]
+    """The base's modules as its files name them."""
     operators: Operators
     current: CurrentPass
     of_head: CurrentPass = field(default_factory=CurrentPass)
@@ -76,6 +91,8 @@ class LibrarySites:
             elif is_product(module):
                 site = SiteLinear(self._linear(name, module, LINEAR), self.current)
                 self.model.set_submodule(name, site)
+            elif are_gated_experts(module, getattr(self.model.config, "hidden_act", None)):
+                self._experts(name, module)
         if head is None:
             why = "has no linear head"
             raise Unsupported.field("config.json:model_type", self.config.model_type, why)
@@ -109,13 +126,46 @@ class LibrarySites:
     def _linear(self, name: str, module: Any, kind: str) -> LoraLinear:
         weight = module.weight.data
         base = self.operators.linear(weight.T.contiguous() if is_conv1d(module) else weight)
-        layer = _LAYER.search(name)
-        number = int(layer[1]) if layer and kind == LINEAR else -1
+        number = _layer_of(name) if kind == LINEAR else -1
         site_id = self.table.add(number, kind, base.in_features, [(name, base.out_features)])
         self.linears[site_id] = base
         if module.bias is not None:
             self.biases[site_id] = module.bias.data
         return LoraLinear(site_id, base, self.biases.get(site_id), self.operators.add_lora())
+
+    def _experts(self, name: str, module: Any) -> None:
+        """Give each expert of a layer two sites, if the files have a linear for each of its three
+        projections."""
+        for own in _EXPERT_NAMES:
+            first = base_name(f"{name}.0.{own[0]}", self.names)
+            if first in self.names:
+                break
+        else:
+            return
+        container = first.removesuffix(f".0.{own[0]}")
+        weights = ExpertWeights(module.gate_up_proj.data, module.down_proj.data)
+        num_experts, hidden, width = weights.down.shape
+        experts = []
+        for i in range(num_experts):
+            gate, up, down = (f"{container}.{i}.{part}" for part in own)
+            expert = Expert(
+                self._expert_linear(weights.gate_up[i], [(gate, width), (up, width)]),
+                self._expert_linear(weights.down[i], [(down, hidden)]),
+            )
+            self.table.alias(f"{container}.{i}.gate_up_proj", expert.gate_up.site_id)
+            if own[2] != "down_proj":
+                self.table.alias(f"{container}.{i}.down_proj", expert.down.site_id)
+            experts.append(expert)
+        activation = self.model.config.hidden_act
+        # Kernels of CPUs take the number of chosen experts from each call.
+        mlps = self.operators.experts(weights, 1, activation, experts)
+        self.model.set_submodule(name, SiteExperts(mlps, self.current))
+
+    def _expert_linear(self, weight: Tensor, modules: Sequence[tuple[str, int]]) -> LoraLinear:
+        base = self.operators.expert_linear(weight)
+        site_id = self.table.add(_layer_of(modules[0][0]), EXPERT, base.in_features, modules)
+        self.linears[site_id] = base
+        return LoraLinear(site_id, base, None, add_lora)
 
 
 class LibraryDecoder(Decoder):

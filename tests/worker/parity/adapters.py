@@ -181,6 +181,8 @@ LIBRARY_FEATURES = (
     "saved-tables",
     "added-tokens",
     "activated",
+    "experts",
+    "expert-linears",
 )
 """Features that are proven on bases that run through the transformers library."""
 
@@ -355,7 +357,8 @@ def write_as_linears(base: TinyBase, folder: Path) -> None:
                 key = f"{container}.experts.{i}.{linear}.{part}.weight"
                 written[key] = _of_expert(tensor, part, i, j, len(own), base, config["r"])
     save_file(written, folder / "adapter_model.safetensors")
-    config |= {"target_modules": ["v_proj", *names], "target_parameters": None}
+    config |= with_names_of(base.name, {"target_modules": ["v_proj", *names]})
+    config |= {"target_parameters": None}
     config |= {"rank_pattern": {}, "alpha_pattern": {}}
     # The names also select dense layers and shared experts, which PEFT left out with experts fused.
     others = {name for name, _ in base.model.named_modules() if name.endswith(names)}

@@ -15,8 +15,9 @@ from safetensors.torch import load_file, save_file
 
 from loraplex.adapter_format.base_types import LIBRARY_TYPES, NATIVE_TYPES, TIED_TYPES
 from loraplex.errors import InvalidAdapter, InvalidRequest, Unsupported
+from loraplex_services.worker.layers.library_modules import are_gated_experts
 from loraplex_services.worker.runner.building import build_runner
-from tests.worker.parity.adapters import make_adapter
+from tests.worker.parity.adapters import adapter_on, make_adapter
 from tests.worker.parity.base_fields import COMMON
 from tests.worker.parity.bases import LIBRARY_BASES, config_of, make_base
 from tests.worker.parity.driving import Driver, Job, greedy
@@ -211,6 +212,23 @@ def test_adapters_that_train_norms_or_bring_a_rope_are_refused_by_name(tmp_path)
     (rope / "adapter_config.json").write_text(json.dumps(config))
     with pytest.raises(InvalidAdapter, match="transformers library"):
         driver.load(0, rope)
+
+
+def test_experts_are_adapted_only_if_their_class_computes_what_the_config_says():
+    model = transformers.AutoModelForCausalLM.from_config(config_of("olmoe"))
+    experts = model.model.layers[0].mlp.experts
+    assert are_gated_experts(experts, "silu")
+    assert not are_gated_experts(experts, "gelu")
+    assert not are_gated_experts(experts, None)
+    assert not are_gated_experts(model.model.layers[0].mlp.gate, "silu")
+
+
+def test_adapters_on_routers_are_refused_by_name(tmp_path):
+    base = make_base("glm4-moe-lite", tmp_path / "base")
+    adapter = adapter_on(base, tmp_path / "adapter", target_parameters=["mlp.gate.weight"])
+    driver = Driver(library_runner(base.folder))
+    with pytest.raises(InvalidAdapter, match=r"mlp\.gate: .* workers cannot adapt"):
+        driver.load(0, adapter)
 
 
 def test_a_device_without_support_is_refused_by_name(tmp_path):
