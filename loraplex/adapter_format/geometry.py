@@ -334,24 +334,21 @@ def _vocab_size(modules: tuple[Module, ...], config: dict[str, object]) -> int:
 
 
 def _rotary_pairs(config: dict[str, object], modules: tuple[Module, ...]) -> int:
-    """Number of rotary pairs, from the width of a key projection, as families have defaults of
-    their own for head_dim."""
-    heads, kv_heads = config.get("num_attention_heads"), config.get("num_key_value_heads")
-    part = config.get("partial_rotary_factor")
+    """Number of rotary pairs. The width of a head is that of the inputs of `o_proj` over the query
+    heads, because families have defaults of their own for `head_dim` and for the number of key
+    heads. Heads of latent attention, which lack `k_proj`, have parts of different widths."""
+    heads, part = config.get("num_attention_heads"), config.get("partial_rotary_factor")
     for key in ("rope_scaling", "rope_parameters"):
         params = config.get(key)
         if isinstance(params, dict) and params.get("partial_rotary_factor") is not None:
             part = params["partial_rotary_factor"]
     part = 1.0 if part is None else part
-    kv_heads = heads if kv_heads is None else kv_heads
-    if type(heads) is not int or type(kv_heads) is not int or type(part) not in (int, float):
+    if type(heads) is not int or heads <= 0 or type(part) not in (int, float):
         return 0
-    counts = {"k_proj": kv_heads, "qkv_proj": heads + 2 * kv_heads}
-    for module in modules:
-        count = counts.get(_last_part(module.name), 0)
-        if count > 0 and module.kind == LINEAR:
-            return int(module.out_features // count * float(str(part))) // 2
-    return 0
+    linears = {_last_part(m.name): m for m in reversed(modules) if m.kind == LINEAR}
+    if "o_proj" not in linears or linears.keys().isdisjoint(("k_proj", "qkv_proj")):
+        return 0
+    return int(linears["o_proj"].in_features // heads * float(str(part))) // 2
 
 
 def _fingerprint(

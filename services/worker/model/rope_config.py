@@ -142,6 +142,9 @@ def rope_from_params(
     dim = int(head_dim * part)
     if kind == "proportional":  # rotates the first pairs of a whole head
         dim, kept["num_pairs"] = head_dim, int(part * head_dim // 2)
+    if kind == "yarn" and dim % 2:  # in transformers, too
+        why = f"needs an even number of rotated components in a head, not {dim}"
+        raise reader.refuse("rope_parameters.rope_type", kind, why)
     if kind == "longrope":
         for key in ("short_factor", "long_factor"):
             kept[key] = _factors(reader, key, kept[key], dim // 2)

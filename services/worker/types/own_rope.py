@@ -71,5 +71,11 @@ def _own(rope: RopeConfig, scaling: RopeScaling, base_tokens: int) -> RopeConfig
         assert isinstance(original, float), "checked when it was read"
         params.setdefault("factor", scaling.context_tokens(base_tokens) / original)
     theta = rope.theta if scaling.theta is None else scaling.theta
+    if scaling.kind == "yarn" and theta == 1.0:
+        description = "must be set: yarn divides by its logarithm, and the base's is 1"
+        raise InvalidAdapter.of([Violation.of(f"{FIELD}.rope_theta", "", description)])
+    if scaling.kind == "yarn" and rope.dim % 2:
+        description = f"is not served on a base that rotates {rope.dim} components of a head"
+        raise InvalidAdapter.of([Violation.of(FIELD, scaling.kind, description)])
     own = tuple(sorted(params.items()))
     return replace(rope, theta=theta, kind=scaling.kind, params=own)

@@ -60,6 +60,15 @@ def test_families_have_different_fingerprints(tmp_path: Path) -> None:
     assert len(prints) == len(models.FAMILIES)
 
 
+def test_rotary_pairs_do_not_depend_on_a_family_s_default_of_key_heads(tmp_path: Path) -> None:
+    folder = models.save("llama", tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    assert config.pop("num_key_value_heads") < config["num_attention_heads"]
+    known = geometry_from_folder(folder).rotary_pairs
+    (folder / "config.json").write_text(json.dumps(config))
+    assert geometry_from_folder(folder).rotary_pairs == known > 0
+
+
 @pytest.mark.parametrize(("family", "part"), [("phi3", 0.5), ("llama", 1.0)])
 def test_factors_of_a_rope_are_counted_when_an_adapter_is_checked(
     family: str, part: float, tmp_path: Path
