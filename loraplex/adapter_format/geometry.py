@@ -54,6 +54,9 @@ _INPUTS_FIRST = ("gpt_oss", "llama4_text")
 _TRANSPOSED = frozenset({"c_attn", "c_fc", "c_proj"})
 """Modules of GPT-2 whose weights are `[in, out]` (transformers' Conv1D)."""
 
+_NUM_LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
+"""Keys of the number of layers, by family."""
+
 IDENTITY_KEYS = (
     "activation", "activation_function", "alibi", "attention_bias", "attention_chunk_size",
     "attention_multiplier", "attention_value_scale", "attn_logit_softcapping", "attn_scale",
@@ -145,7 +148,7 @@ def geometry_from_folder(path: Path) -> Geometry:
     return Geometry(
         model_type=_string(config, "model_type"),
         fingerprint=_fingerprint(config, modules, quantisation),
-        num_layers=_size(config, "n_layer" if "n_layer" in config else "num_hidden_layers"),
+        num_layers=_size(config, next((k for k in _NUM_LAYERS if k in config), _NUM_LAYERS[0])),
         vocab_size=_vocab_size(modules, config),
         tied_embeddings=tied,
         modules=modules,

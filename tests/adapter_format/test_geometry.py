@@ -50,6 +50,13 @@ def test_every_weight_becomes_a_module(tmp_path: Path) -> None:
     assert (geometry.num_layers, geometry.vocab_size) == (1, 16)
 
 
+@pytest.mark.parametrize("key", ["num_hidden_layers", "n_layer", "num_layers"])
+def test_the_number_of_layers_is_read_by_the_key_of_any_family(key: str, tmp_path: Path) -> None:
+    config = {k: v for k, v in CONFIG.items() if k != "num_hidden_layers"}
+    config[key] = 1
+    assert geometry_from_folder(write(tmp_path, config)).num_layers == 1
+
+
 @pytest.mark.parametrize(("model_type", "is_tied"), [("gemma2", True), ("llama", False)])
 def test_a_config_without_the_key_ties_the_head_as_its_family_does_although_files_have_a_copy(
     model_type: str, is_tied: bool, tmp_path: Path
