@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import resource
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -49,3 +51,20 @@ def refuse(field: str, value: object, description: str) -> NoReturn:
     sys.stderr.write("\n" + json.dumps(violation))
     sys.stderr.flush()
     sys.exit(REFUSED)
+
+
+def limit_memory(num_bytes: int) -> None:
+    """Let this process allocate at most `num_bytes` of new memory, where the system can do so."""
+    most = _data_bytes() + num_bytes
+    with contextlib.suppress(ValueError, OSError):  # macOS lacks this limit.
+        resource.setrlimit(resource.RLIMIT_DATA, (most, most))
+
+
+def _data_bytes() -> int:
+    """Bytes that count towards RLIMIT_DATA now; 0 if the system does not say."""
+    try:
+        with open("/proc/self/status") as status:
+            lines = dict(line.split(":", 1) for line in status)
+        return int(lines["VmData"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
+        return 0

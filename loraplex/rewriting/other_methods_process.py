@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from loraplex.adapter_format.text_model import is_wrapper
-from loraplex.rewriting.child import refuse
+from loraplex.rewriting.child import limit_memory, refuse
 
 CONFIG_FILE = "adapter_config.json"
 TENSOR_FILE = "adapter_model.safetensors"
@@ -34,12 +34,27 @@ NEGLIGIBLE = 3e-6
 LARGEST_DEVIATION = 1e-4
 """Largest relative deviation of a layer's result for random inputs from that of an update and a
 bias. Rounding errors are below it; a method that is not linear is far above."""
+SPARE_MEMORY_BYTES = 4 << 30
 _CHUNK_ROWS, _NUM_PROBES = 1024, 8
 
 
 def main() -> None:
     """Convert one adapter. Writes the file OUT."""
     folder, base, out, max_rank = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], sys.argv[4]
+    limit_memory(4 * _size(base) + 8 * _size(folder) + SPARE_MEMORY_BYTES)
+    try:
+        convert(folder, base, out, int(max_rank))
+    except MemoryError:
+        why = "needs more memory than a base and an adapter of their sizes may; check its config"
+        refuse(TENSOR_FILE, _size(folder), why)
+
+
+def _size(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
+
+
+def convert(folder: Path, base: Path, out: str, max_rank: int) -> None:
+    """Convert one adapter. Writes the file `out`. Raises: MemoryError."""
     warnings.simplefilter("ignore")
     transformers.utils.logging.disable_progress_bar()
     model = _load(folder, base)
@@ -54,9 +69,10 @@ def main() -> None:
         try:
             original, biases[f"{name}.lora_B.bias"] = _added(layer, config)
         except (RuntimeError, ValueError, TypeError) as error:
+            _check_memory(error)
             why = f"cannot be computed ({str(error)[:200]}); train a LoRA"
             _refuse("peft_type", config.peft_type.value, why)
-        a, b = _converted(layer, original, int(max_rank))
+        a, b = _converted(layer, original, max_rank)
         ranks[name.removeprefix("base_model.model.")] = a.shape[0]
         tensors[f"{name}.lora_A.weight"], tensors[f"{name}.lora_B.weight"] = a, b
         worst = max(worst, _relative_error(original, a, b))
@@ -80,6 +96,7 @@ def _load(folder: Path, base: Path) -> Any:
     try:
         model = peft.PeftModel.from_pretrained(model_of_base, str(folder), config=config).eval()
     except (RuntimeError, ValueError, TypeError, UserWarning) as error:
+        _check_memory(error)
         why = f"cannot be loaded by PEFT on this base ({str(error)[:200]}); check --base"
         _refuse("peft_type", method, why)
     layers = [layer for layer in model.modules() if isinstance(layer, BaseTunerLayer)]
@@ -162,6 +179,12 @@ def _relative_error(original: Tensor, a: Tensor, b: Tensor) -> float:
     """|B A - original| / |original|, Frobenius norms."""
     norm = original.norm()
     return float((b.double() @ a.double() - original).norm() / norm) if norm else 0.0
+
+
+def _check_memory(error: Exception) -> None:
+    """Raises MemoryError if torch could not allocate memory."""
+    if "allocate" in str(error):
+        raise MemoryError from None
 
 
 def _refuse(field: str, value: object, description: str) -> NoReturn:

@@ -23,7 +23,7 @@ import torch
 
 from loraplex.adapter_format.files import PICKLE_FILE
 from loraplex.adapter_format.safetensors_header import encode_header
-from loraplex.rewriting.child import refuse
+from loraplex.rewriting.child import limit_memory, refuse
 
 SPARE_MEMORY_BYTES = 1 << 30
 _NUM_STANDARD_FILES = 3
@@ -61,24 +61,11 @@ def import_all() -> None:
 def confine(memory_bytes: int) -> None:
     """Give up the rights to open files and sockets and to allocate more than `memory_bytes` of new
     memory."""
-    limits = {
-        resource.RLIMIT_NOFILE: _NUM_STANDARD_FILES,
-        resource.RLIMIT_CORE: 0,
-        resource.RLIMIT_DATA: _data_bytes() + memory_bytes,
-    }
+    limit_memory(memory_bytes)
+    limits = {resource.RLIMIT_NOFILE: _NUM_STANDARD_FILES, resource.RLIMIT_CORE: 0}
     for limit, value in limits.items():
         with contextlib.suppress(ValueError, OSError):  # macOS lacks some of them.
             resource.setrlimit(limit, (value, value))
-
-
-def _data_bytes() -> int:
-    """Bytes that count towards RLIMIT_DATA now; 0 if the system does not say."""
-    try:
-        with open("/proc/self/status") as status:
-            lines = dict(line.split(":", 1) for line in status)
-        return int(lines["VmData"].split()[0]) * 1024
-    except (OSError, KeyError, ValueError):
-        return 0
 
 
 def _load(source: BinaryIO, file_bytes: int) -> dict[str, torch.Tensor]:

@@ -90,14 +90,11 @@ def test_the_process_writes_the_products_and_tells_their_error(
     method: str,
     base: tuple[Path, torch.nn.Module],
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """PEFT converts the first; it does not convert the second."""
     folder = saved(method, base[1], tmp_path / "before")
-    arguments = ["process", str(folder), str(base[0]), str(tmp_path / "out"), "256"]
-    monkeypatch.setattr(sys, "argv", arguments)
-    other_methods_process.main()
+    other_methods_process.convert(folder, base[0], str(tmp_path / "out"), 256)
     told = json.loads(capsys.readouterr().out.splitlines()[-1])
     made = load_file(tmp_path / "out")
     name = "model.layers.0.self_attn.q_proj"
@@ -111,15 +108,14 @@ def test_the_process_writes_the_products_and_tells_their_error(
 
 @pytest.mark.filterwarnings("ignore")
 def test_names_of_the_text_model_alone_fit_a_multimodal_base_and_others_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """PEFT leaves a module whose tensors it does not find as if it was never trained."""
     base = make_base("qwen3.5-multimodal", tmp_path / "base")
     text_model = transformers.AutoModelForCausalLM.from_pretrained(base.folder)
     folder = saved("LOHA", text_model, tmp_path / "before")
-    arguments = ["process", str(folder), str(base.folder), str(tmp_path / "out"), "256"]
-    monkeypatch.setattr(sys, "argv", arguments)
-    other_methods_process.main()
+    arguments = (folder, base.folder, str(tmp_path / "out"), 256)
+    other_methods_process.convert(*arguments)
     told = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert told["relative_error"] < 1e-5
     assert set(told["ranks"].values()) == {RANKS["LOHA"]}
@@ -127,7 +123,7 @@ def test_names_of_the_text_model_alone_fit_a_multimodal_base_and_others_are_refu
     other = {name.replace(".layers.", ".blocks."): tensor for name, tensor in tensors.items()}
     save_file(other, folder / "adapter_model.safetensors")
     with pytest.raises(SystemExit, match=str(child.REFUSED)):
-        other_methods_process.main()
+        other_methods_process.convert(*arguments)
     violation = json.loads(capsys.readouterr().err.splitlines()[-1])
     assert violation["field"] == "adapter_config.json:peft_type"
     assert "layers.0.mlp.down_proj" in violation["description"]
@@ -242,6 +238,18 @@ def test_what_peft_cannot_convert_is_refused_by_its_field(
     with pytest.raises(InvalidAdapter, match=message):
         to_lora(folder, tmp_path / "after", base[0])
     assert not (tmp_path / "after").exists()
+
+
+@pytest.mark.long
+@pytest.mark.skipif(sys.platform != "linux", reason="needs a limit on memory")
+def test_a_config_that_claims_gigabytes_is_refused(
+    base: tuple[Path, torch.nn.Module], tmp_path: Path
+) -> None:
+    folder = saved("LOHA", base[1], tmp_path / "before")
+    config = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps({**config, "r": 10**8}))
+    with pytest.raises(InvalidAdapter, match="needs more memory"):
+        to_lora(folder, tmp_path / "after", base[0])
 
 
 @pytest.mark.filterwarnings("ignore")
