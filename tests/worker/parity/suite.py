@@ -33,6 +33,7 @@ REFUSED = {
     "llama4-dense": ("activated",),
     "minicpm3": ("activated",),
     "gpt-oss": ("experts",),
+    "gemma4-all": ("experts", "expert-linears"),
     "hy-v3": ("expert-linears",),  # its files name shared experts in another way
 }
 """Features that PEFT cannot write for a base, or that are refused of it."""
