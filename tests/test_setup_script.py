@@ -171,7 +171,7 @@ def test_no_cpu_torch_stops_before_any_gigabyte_of_cuda(checkout: Checkout) -> N
     assert all("2.13.0+cpu" in call for call in checkout.pip_calls())
 
 
-def test_an_index_that_cannot_be_reached_is_said_with_its_cause(checkout: Checkout) -> None:
+def test_set_up_says_why_an_index_cannot_be_reached(checkout: Checkout) -> None:
     said = [
         "WARNING: Retrying (Retry(total=0)) after connection broken by 'Connection refused'",
         "WARNING: Location '/wheels' is ignored",

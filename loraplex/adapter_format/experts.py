@@ -25,13 +25,15 @@ from loraplex.adapter_format.safetensors_header import TENSOR_FILE, TensorInfo
 PARAMETERS = ("gate_up_proj", "down_proj")
 """Parameters in the order in which transformers' expert modules hold them, so the inner one comes
 first."""
+LINEARS = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
+"""Names of an expert's linears in the files of bases: gate, up and down."""
 ROUTERS = (".mlp.gate", ".mlp.router", ".block_sparse_moe.gate")
 """How names of routers end that are linears in files, but not in transformers 5."""
 
 _FUSED = re.compile(r"(?P<container>.+\.experts)(?P<nesting>(\.base_layer)*)", re.ASCII)
 _LINEAR = re.compile(r"(?P<container>.+\.experts)\.(?P<index>\d+)\.(?P<name>\w+)", re.ASCII)
 _GATE_UP = "gate_up_proj"
-_DOWN_NAMES = frozenset({"down_proj", "w2"})
+_DOWN_NAMES = frozenset(down for _, _, down in LINEARS)
 _SPELLINGS = ((".mlp.", ".block_sparse_moe."),)
 """Names of modules in transformers, and their names in the files of some bases."""
 

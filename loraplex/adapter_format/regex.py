@@ -2,7 +2,7 @@
 
 Python's `re` backtracks: twenty characters of pattern can keep it busy for years, holding the GIL,
 and nothing but a signal to the main thread ends it. RE2 is bounded but has no look-arounds, with
-which `target_modules` leave out towers such as `visual`. Anchor a pattern is a tree (`regex_parser`
+which `target_modules` leave out towers such as `visual`. Here a pattern is a tree (`regex_parser`
 builds it) that is matched by sets of positions: a set is an int whose bit p says "a match can be at
 position p of the text", `ends` maps a set of starts to all ends, `starts` goes back. A repeat stops
 when no new position appears, at the latest after one round per character, and all work is counted

@@ -97,7 +97,7 @@ def test_a_folder_whose_name_is_not_utf_8_is_read(
     assert offline("validate", str(folder)).returncode == 0
 
 
-def test_an_error_of_the_system_is_told_as_any_other(offline: Any, tmp_path: Path) -> None:
+def test_a_system_error_is_printed_like_any_other_error(offline: Any, tmp_path: Path) -> None:
     folder = tmp_path / "folder\x1b[31m"
     folder.mkdir()
     words = ("certify", "a:v1", "--reference", "127.0.0.1:1", "--probe", str(folder))

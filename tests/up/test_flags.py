@@ -141,7 +141,7 @@ def test_bad_values_name_flag_or_variable(
 
 
 @pytest.mark.parametrize("size", ["plenty", "0", "24XB"])
-def test_a_size_that_is_none_is_refused_with_both_forms(size: str) -> None:
+def test_an_invalid_memory_size_is_refused_with_examples_of_both_forms(size: str) -> None:
     with pytest.raises(InvalidRequest, match="such as 24MiB, or a percentage such as 85%"):
         parse([*MODEL, "--kv-memory", size], {})
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from loraplex.adapter_format.experts import base_name
+from loraplex.adapter_format import experts
 from loraplex.errors import Unsupported
 from loraplex_services.worker.layers.embedding import LoraEmbedding, TokenTable
 from loraplex_services.worker.layers.forward_batch import ForwardBatch
@@ -45,8 +45,6 @@ from loraplex_services.worker.types.sites import (
 )
 
 _LAYER = re.compile(r"\.(\d+)\.", re.ASCII)
-_EXPERT_NAMES = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
-"""Names of an expert's linears in the files of bases: gate, up and down."""
 _COUNTING = frozenset({"llama4_text"})
 """Model types whose layers take positions from the cache that they are given."""
 
@@ -136,8 +134,8 @@ class LibrarySites:
     def _experts(self, name: str, module: Any) -> None:
         """Give each expert of a layer two sites, if the files have a linear for each of its three
         projections."""
-        for own in _EXPERT_NAMES:
-            first = base_name(f"{name}.0.{own[0]}", self.names)
+        for own in experts.LINEARS:
+            first = experts.base_name(f"{name}.0.{own[0]}", self.names)
             if first in self.names:
                 break
         else:
@@ -145,7 +143,7 @@ class LibrarySites:
         container = first.removesuffix(f".0.{own[0]}")
         weights = ExpertWeights(module.gate_up_proj.data, module.down_proj.data)
         num_experts, hidden, width = weights.down.shape
-        experts = []
+        own_experts = []
         for i in range(num_experts):
             gate, up, down = (f"{container}.{i}.{part}" for part in own)
             expert = Expert(
@@ -155,10 +153,10 @@ class LibrarySites:
             self.table.alias(f"{container}.{i}.gate_up_proj", expert.gate_up.site_id)
             if own[2] != "down_proj":
                 self.table.alias(f"{container}.{i}.down_proj", expert.down.site_id)
-            experts.append(expert)
+            own_experts.append(expert)
         activation = self.model.config.hidden_act
         # Kernels of CPUs take the number of chosen experts from each call.
-        mlps = self.operators.experts(weights, 1, activation, experts)
+        mlps = self.operators.experts(weights, 1, activation, own_experts)
         self.model.set_submodule(name, SiteExperts(mlps, self.current))
 
     def _expert_linear(self, weight: Tensor, modules: Sequence[tuple[str, int]]) -> LoraLinear:

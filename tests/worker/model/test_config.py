@@ -121,7 +121,7 @@ def test_rotary_settings_that_are_not_served_are_refused_by_name(tmp_path, param
     assert field_of(error) == f"config.json:rope_parameters.{key}"
 
 
-def test_yarn_is_refused_of_heads_with_an_odd_number_of_components(tmp_path):
+def test_yarn_is_refused_for_heads_with_an_odd_number_of_components(tmp_path):
     params = {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1e4}
     with pytest.raises(Unsupported, match="even number of rotated components in a head, not 15"):
         read_model_config(write(tmp_path, head_dim=15, rope_parameters=params))
