@@ -366,6 +366,10 @@ def _write(folder: Path, tensors: dict[str, Tensor], config: dict[str, Any]) -> 
 def quantised_on_load(base: TinyBase, scheme: str) -> TinyBase:
     """A base with the model that has the weights which `--quantization` leaves."""
     model = copy.deepcopy(base.model)
+    if base.is_tied:  # only the head is quantised
+        head = model.lm_head.weight
+        model.lm_head.weight = torch.nn.Parameter(head.clone(), requires_grad=False)
+        model.config.tie_word_embeddings = False
     for name, parameter in model.named_parameters():
         in_codes = name.endswith(("_proj.weight", "_proj", ".w1", ".w2", ".w3"))
         if name == "lm_head.weight" or (scheme == "int8" and in_codes):
