@@ -24,6 +24,9 @@ TEXT_FILES = (*TOKENIZER_FILES, *TEMPLATE_FILES)
 MAX_TEXT_BYTES = 48 << 20
 """Largest size in bytes of all text files together."""
 MAX_TOKEN_CHARS = 1024
+MAX_TOKENS_BYTES = 1 << 20
+"""Largest size of all added tokens of an adapter together, in UTF-8. The library that tokenizes
+needs about a second and 50 MB to look for as many in a text, and no other thread runs meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +116,10 @@ def _check_same(
 def _check_run(name: str, base: Mapping[int, str], found: list[AddedToken]) -> None:
     if len(found) > MAX_ADDED_TOKENS:
         raise _refused(name, len(found), f"adds more than the {MAX_ADDED_TOKENS} tokens served")
+    num_bytes = sum(len(token.content.encode(errors="surrogatepass")) for token in found)
+    if num_bytes > MAX_TOKENS_BYTES:
+        why = f"adds tokens of {num_bytes} bytes; at most {MAX_TOKENS_BYTES} are served"
+        raise _refused(name, len(found), why)
     first = max(base, default=-1) + 1
     for index, token in enumerate(found):
         if token.token_id != first + index:

@@ -108,6 +108,12 @@ REFUSED: dict[str, tuple[Change, str]] = {
         ),
         "more than the 65536 tokens",
     ),
+    "too much text": (
+        lambda t: t["added_tokens"].extend(
+            {"id": 4 + i, "content": f"{i:0>1024}"} for i in range(1025)
+        ),
+        "adds tokens of 1049600 bytes; at most 1048576 are served",
+    ),
 }
 
 

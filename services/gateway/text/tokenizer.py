@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import copy
 import hashlib
-import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -35,7 +34,9 @@ _MAX_KEPT_WORDS = 1000
 default it keeps 10,000 words of less than 256 bytes, with 32 bytes for each of their bytes. Some
 bases do not split texts into words, so that a short prompt is one word."""
 _TOKEN_BYTES = 1024
-"""Approximate size of an added token."""
+"""Approximate size of an added token, without its text."""
+_TEXT_FACTOR = 32
+"""How many times the size of their text the library takes to look for added tokens."""
 
 
 class BaseTokenizer:
@@ -78,7 +79,8 @@ class BaseTokenizer:
         made._tokenizer = _sharing(self._tokenizer)
         _add(made._tokenizer, dict(sorted(tokens.items())))
         made.added = tuple(added)
-        made.num_own_bytes = _TOKEN_BYTES * len(tokens)
+        num_text_bytes = sum(len(token.content.encode()) for token in added)
+        made.num_own_bytes = _TOKEN_BYTES * len(tokens) + _TEXT_FACTOR * num_text_bytes
         made.tokens = TokenBytes(made._tokenizer)
         return made
 
@@ -307,10 +309,11 @@ def _sharing(tokenizer: Tokenizer) -> Tokenizer:
 
 
 def _add(tokenizer: Tokenizer, tokens: Mapping[int, tokenizers.AddedToken]) -> None:
-    """Add tokens, ordered by id. Raises: ValueError if the library gave one another id."""
-    for special, group in itertools.groupby(tokens.values(), key=lambda token: token.special):
-        add = tokenizer.add_special_tokens if special else tokenizer.add_tokens
-        add(list(group))
+    """Add tokens, ordered by id. Raises: ValueError if the library gave one another id.
+
+    All are added at once, special or not: each call takes time for all tokens so far.
+    """
+    tokenizer.add_tokens(list(tokens.values()))
     for token_id, token in tokens.items():
         if tokenizer.token_to_id(token.content) != token_id:
             raise ValueError(f"tokenizers gave {token.content!r} another id than {token_id}")

@@ -13,7 +13,7 @@ import pytest
 import tokenizers
 
 from loraplex.adapter_format import File
-from loraplex.adapter_format.added_tokens import added_tokens
+from loraplex.adapter_format.added_tokens import AddedToken, added_tokens
 from loraplex.api.request import ChatPrompt, TextPrompt
 from loraplex.errors import Unavailable
 from loraplex_services.gateway.request import RunningAdapter, ServedModel, Target
@@ -115,6 +115,20 @@ async def test_a_shared_vocabulary_reads_texts_as_the_saved_one_does(
         for skip in (True, False):
             want = theirs.decode(list(ids), skip_special_tokens=skip)
             assert decode_all(made.tokens, ids, skip_special=skip) == want
+
+
+@pytest.mark.hostile
+async def test_thousands_of_tokens_that_are_special_in_turn_are_added_at_once() -> None:
+    """Added one after another, they take minutes: see the time limit of a test."""
+    added = [
+        AddedToken(NEW_ID + i, f"<{i:05}>", special=i % 2 == 0, normalized=False)
+        for i in range(16_000)
+    ]
+    made = BaseTokenizer(tokenizer_files(), TemplatePool()).with_tokens(added)
+    ids = await made.encode(TextPrompt("a<00000><00001>"), MODEL)
+    assert ids == (BOS_ID, ord("a"), NEW_ID, NEW_ID + 1)
+    assert decode_all(made.tokens, ids[1:], skip_special=True) == "a<00001>"
+    assert made.num_own_bytes > 16_000 * 1024
 
 
 async def test_ids_that_the_library_cannot_give_are_left_aside(
