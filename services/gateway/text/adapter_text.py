@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import sys
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
@@ -32,6 +33,10 @@ _ENTRY_BYTES = 1024
 """Approximate size of what is kept for an adapter, without its texts."""
 _MAX_READERS = 2
 """Adapters whose files are in memory at one time."""
+PAUSE_FACTOR = 20.0
+"""After the addition of tokens, which the event loop has to wait for, the next one of the tenant
+waits this many times as long as it took."""
+_MAX_TENANTS = 1024
 
 ReadFiles = Callable[[str, Sequence[File]], Awaitable[dict[str, bytes]]]
 Key = tuple[object, ...]
@@ -55,6 +60,7 @@ class AdapterText:
         self._kept: LruCache[Key, _Kept] = LruCache(max_kept_bytes)
         self._being_made: SharedWork[Key, BaseTokenizer] = SharedWork()
         self._slots = TenantSlots(_MAX_READERS)
+        self._additions = TenantSlots(_MAX_TENANTS, max_held=1)
         self._reader = TextFilesReader()
 
     async def close(self) -> None:
@@ -114,7 +120,7 @@ class AdapterText:
         if found.chat_problem:
             _warn(label, f"its chat template cannot be read: {found.chat_problem}")
         try:
-            made = await self._with_tokens(served, base, found.added)
+            made = await self._with_tokens(served, base, found.added, tenant)
         except ValueError as error:
             return self._left_aside(key, base, label, str(error))
         if found.chat is not None:
@@ -131,17 +137,24 @@ class AdapterText:
         return base
 
     async def _with_tokens(
-        self, served: ServedBase, base: BaseTokenizer, added: tuple[AddedToken, ...]
+        self, served: ServedBase, base: BaseTokenizer, added: tuple[AddedToken, ...], tenant: str
     ) -> BaseTokenizer:
         """Adapters with the same additions share one vocabulary."""
         if not added:
             return base
         key: Key = (_key(served), added)
-        if (kept := self._kept.get(key)) is None:
-            made = await asyncio.to_thread(base.with_tokens, added)
+        if (kept := self._kept.get(key)) is not None:
+            return kept.tokenizer
+        await self._additions.take(tenant, "tokenizers with new tokens")
+        begin_s = time.thread_time()
+        try:
             if (kept := self._kept.get(key)) is None:  # another task may have made it
+                made = base.with_tokens(added)
                 kept = _Kept(made)
                 self._kept.put(key, kept, made.num_own_bytes)
+        finally:
+            pause_s = (time.thread_time() - begin_s) * PAUSE_FACTOR
+            asyncio.get_running_loop().call_later(pause_s, self._additions.give, tenant)
         return kept.tokenizer
 
 

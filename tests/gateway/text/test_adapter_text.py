@@ -17,6 +17,7 @@ from loraplex.adapter_format.added_tokens import AddedToken, added_tokens
 from loraplex.api.request import ChatPrompt, TextPrompt
 from loraplex.errors import Unavailable
 from loraplex_services.gateway.request import RunningAdapter, ServedModel, Target
+from loraplex_services.gateway.text import adapter_text
 from loraplex_services.gateway.text.adapter_text import AdapterText, ReadFiles
 from loraplex_services.gateway.text.detokenize import decode_all
 from loraplex_services.gateway.text.template_pool import TemplatePool
@@ -121,7 +122,7 @@ async def test_a_shared_vocabulary_reads_texts_as_the_saved_one_does(
 async def test_thousands_of_tokens_that_are_special_in_turn_are_added_at_once() -> None:
     """Added one after another, they take minutes: see the time limit of a test."""
     added = [
-        AddedToken(NEW_ID + i, f"<{i:05}>", special=i % 2 == 0, normalized=False)
+        AddedToken(NEW_ID + i, _numbered(i), special=i % 2 == 0, normalized=False)
         for i in range(16_000)
     ]
     made = BaseTokenizer(tokenizer_files(), TemplatePool()).with_tokens(added)
@@ -129,6 +130,28 @@ async def test_thousands_of_tokens_that_are_special_in_turn_are_added_at_once() 
     assert ids == (BOS_ID, ord("a"), NEW_ID, NEW_ID + 1)
     assert decode_all(made.tokens, ids[1:], skip_special=True) == "a<00001>"
     assert made.num_own_bytes > 16_000 * 1024
+
+
+@pytest.mark.hostile
+async def test_new_tokens_delay_further_ones_of_their_tenant_alone(
+    served: ServedBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(adapter_text, "PAUSE_FACTOR", 1e6)
+    shelf = Shelf()
+    text = opened(shelf.read)
+    first = shelf.put("evil/first:v1", {"tokenizer.json": with_tokens("<x>")})
+    await text.tokenizer(served, target(first), "evil")
+    second = shelf.put("evil/second:v1", {"tokenizer.json": with_tokens("<y>")})
+    waiting = asyncio.create_task(text.tokenizer(served, target(second), "evil"))
+    for other in "abc":
+        adapter = shelf.put(f"{other}/x:v1", {"tokenizer.json": with_tokens(f"<{other}>")})
+        assert await text.tokenizer(served, target(adapter), other) is not served.tokenizer
+    assert not waiting.done()
+    waiting.cancel()
+
+
+def _numbered(number: int) -> str:
+    return f"<{number:05}>"
 
 
 async def test_ids_that_the_library_cannot_give_are_left_aside(
