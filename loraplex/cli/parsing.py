@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import loraplex
@@ -34,7 +34,8 @@ class Parser(argparse.ArgumentParser):
         usage does not show what the command accepts."""
         namespace, unknown = super().parse_known_args(args, namespace)
         if unknown:
-            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+            near = did_you_mean(unknown[0].partition("=")[0], self._option_string_actions)
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{near}")
         return namespace, unknown
 
     def error(self, message: str) -> NoReturn:
@@ -51,14 +52,19 @@ class Parser(argparse.ArgumentParser):
 
 def with_nearest(message: str) -> str:
     """The message of argparse about an invalid choice, with the nearest valid one."""
-    import difflib
-
     match = re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message)
     if match is None:
         return message
-    known = re.findall(r"[\w-]+", match[2])
-    near = difflib.get_close_matches(match[1], known, n=1)
-    return f"{message}; did you mean {near[0]!r}?" if near else message
+    return message + did_you_mean(match[1], re.findall(r"[\w-]+", match[2]))
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """The end of a message that names the known word that is most like this one; "" if none is."""
+    import difflib
+
+    names = {each.lstrip("-"): each for each in known}
+    near = difflib.get_close_matches(word.lstrip("-"), names, n=1)
+    return f"; did you mean {names[near[0]]!r}?" if near else ""
 
 
 def make_program(name: str, description: str, epilog: str, server: str) -> tuple[Parser, Commands]:
@@ -136,12 +142,8 @@ def _add_connection(parser: argparse.ArgumentParser, server: str) -> None:
 
 def add_unused_server(parser: argparse.ArgumentParser, server: str) -> None:
     """Accept `--registry` or `--gateway` in an offline command, because scripts pass one to all
-    commands."""
-    parser.add_argument(
-        f"--{server}",
-        metavar="HOST:PORT",
-        help="accepted and ignored: this command connects to no server",
-    )
+    commands. The help of the command does not show it."""
+    parser.add_argument(f"--{server}", help=argparse.SUPPRESS)
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:

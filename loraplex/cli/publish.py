@@ -228,8 +228,12 @@ def _validate(args: argparse.Namespace) -> None:
     )
     from loraplex.adapter_format.tensor_scan import scan_file, warnings_of_zeros
     from loraplex.client.publishing import left_behind, read_adapter
-    from loraplex.errors import InvalidAdapter
+    from loraplex.errors import InvalidAdapter, InvalidRequest
+    from loraplex.sources import is_remote
 
+    if is_remote(args.dir):
+        why = "only folders can be checked offline; use `registry upload --dry-run` for an address"
+        raise InvalidRequest.field("DIR", args.dir, why)
     folder = read_adapter(Path(args.dir))
     left_out = left_behind(Path(args.dir), strict=args.strict)
     geometry = geometry_of(args.base)

@@ -63,7 +63,9 @@ def make_parser() -> Parser:
 
 def _add_fleet(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("fleet")
-    group.add_argument("--workers", type=count, default=1, help="number of workers (default: 1)")
+    group.add_argument(
+        "--workers", type=count, default=1, metavar="N", help="number of workers (default: 1)"
+    )
     group.add_argument(
         "--ranks",
         default="S2",
@@ -87,16 +89,22 @@ def _add_fleet(parser: argparse.ArgumentParser) -> None:
         "--cluster-size",
         type=count,
         default=0,
-        help="once this many adapters run, serve requests for these first; 0 = never (default: 0)",
+        metavar="N",
+        help="once N adapters run, serve requests for these first; 0 = never (default: 0)",
     )
     group.add_argument(
-        "--max-num-seqs", type=count, default=256, help="requests in one step (default: 256)"
+        "--max-num-seqs",
+        type=count,
+        default=256,
+        metavar="N",
+        help="largest number of requests in one step (default: 256)",
     )
     group.add_argument(
         "--max-num-batched-tokens",
         type=count,
         default=2048,
-        help="tokens in one step (default: 2048)",
+        metavar="N",
+        help="largest number of tokens in one step (default: 2048)",
     )
     group.add_argument(
         "--max-step",
@@ -109,10 +117,15 @@ def _add_fleet(parser: argparse.ArgumentParser) -> None:
         "--max-loras",
         type=count,
         default=0,
-        help="distinct adapters in one step; 0 = no limit (default: 0)",
+        metavar="N",
+        help="largest number of adapters in one step; 0 = no limit (default: 0)",
     )
     group.add_argument(
-        "--max-resident", type=count, default=4096, help="adapter slots (default: 4096)"
+        "--max-resident",
+        type=count,
+        default=4096,
+        metavar="N",
+        help="adapter slots (default: 4096)",
     )
     _add_requests(group)
 

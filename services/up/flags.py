@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from loraplex.cli.parsing import Parser
 from loraplex.errors import InvalidRequest
 from loraplex_services.common.security.addresses import is_loopback
 from loraplex_services.common.settings import env, switches, variables
-from loraplex_services.common.settings.setting import Setting
+from loraplex_services.common.settings.setting import MAX_SHOWN, Setting
 from loraplex_services.common.units import integer
 
 _VARIABLE = re.compile(r"\bLORAPLEX_([A-Z_]+)\b(?!=)")
@@ -115,7 +116,7 @@ def _parsed(flag: str, text: str, parse: Callable[[str], Any]) -> Any:
     try:
         return parse(text)
     except ValueError as error:
-        raise InvalidRequest.field(flag, text, str(error)) from None
+        raise InvalidRequest.field(flag, text, f"{error}, got {text[:MAX_SHOWN]!r}") from None
 
 
 def _listener(flag: str, args: argparse.Namespace, environ: Mapping[str, str]) -> Listener:
@@ -262,13 +263,11 @@ _FLAGS = {
 """Flags by the heading of the help: name, placeholder (None = without a value), help."""
 
 
-def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def make_parser() -> Parser:
+    parser = Parser(
         prog="loraplex up",
         description="Run registry, gateway and workers on this machine, in the foreground.",
         epilog="example:\n  loraplex up --model ./llama-3-8b --kv-memory 8GiB",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     for heading, flags in _FLAGS.items():
         group = parser.add_argument_group(heading)

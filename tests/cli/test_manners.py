@@ -29,6 +29,18 @@ def test_a_misspelt_command_is_answered_with_the_nearest(
     assert f"did you mean {meant!r}?" in done.stderr
 
 
+def test_a_misspelt_flag_is_answered_with_the_nearest(offline: Any) -> None:
+    done = offline("upload", ".", "--name", "a", "--stric")
+    assert done.returncode == 2
+    assert done.stderr.endswith("unrecognized arguments: --stric; did you mean '--strict'?\n")
+
+
+def test_an_address_is_not_validated_offline(offline: Any) -> None:
+    code, error = offline.error("validate", "hf://acme/support-lora")
+    assert code == 2
+    assert "use `registry upload --dry-run` for an address" in error["message"]
+
+
 @pytest.mark.parametrize(
     ("words", "command"),
     [

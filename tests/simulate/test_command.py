@@ -107,15 +107,16 @@ def test_a_missing_scheduler_is_named_with_the_way_to_get_it(costs: str, tmp_pat
     assert "msgspec is not installed" in done.stderr and "worker-core" in done.stderr
 
 
-def test_help_loads_no_engine_and_knows_the_gateways() -> None:
+def test_help_loads_no_engine_and_a_gateway_is_accepted() -> None:
     code = (
         "import sys, loraplex_services.simulate.__main__ as m\n"
         "parser = m.make_parser()\n"
         "assert 'loraplex_services.worker.engine.engine' not in sys.modules\n"
+        "parser.parse_args(['--costs', 'costs.json', '--gateway', '127.0.0.1:1'])\n"
         "print(parser.format_help())"
     )
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert "--gateway" in shown.stdout, shown.stderr
+    assert "--costs" in shown.stdout, shown.stderr
 
 
 def test_a_log_of_requests_is_simulated_with_its_models_as_adapters(

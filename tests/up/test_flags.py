@@ -53,6 +53,17 @@ def test_an_address_of_ipv6_may_have_brackets() -> None:
     assert {listener.host for listener in listeners.values()} == {"::1"}
 
 
+def test_a_misspelt_flag_is_answered_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse(["--modl", BASE], {})
+    assert "; did you mean '--model'?" in capsys.readouterr().err
+
+
+def test_a_bad_value_of_a_flag_is_shown() -> None:
+    with pytest.raises(InvalidRequest, match="--dtype: expected one of .*, got 'float8'"):
+        parse([*MODEL, "--dtype", "float8"], {})
+
+
 @pytest.mark.parametrize("url", ["nonsense", "http://x", "redis+sentinel://a:1"])
 def test_a_metadata_server_that_cannot_be_one_is_refused_with_all_forms(url: str) -> None:
     with pytest.raises(InvalidRequest, match="LORAPLEX_METADATA: must be embedded, redis://HOST"):
