@@ -18,9 +18,26 @@ PAGE = ROOT / "docs" / "reference" / "sdk.md"
 INTRODUCTION = """\
 # Client library
 
-The package `loraplex` without extras is the client library. It needs grpcio and protobuf only.
-`scripts/sdk_page.py` writes this page from the docstrings. Every failure is a subclass of
-`LoraplexError` ([errors by reason](../operate/runbooks.md#errors-by-reason)).
+The package `loraplex` without extras is the client library. It needs grpcio and protobuf only: `pip
+install ./client` in a clone. `InferenceClient` calls a gateway, and `RegistryClient` a registry, as
+its commands do. Both are asynchronous, and each has a blocking form. A prompt is text, token ids,
+or a list of `Message`:
+
+```python
+from loraplex import BlockingInference, Grammar, Sampling
+
+with BlockingInference("127.0.0.1:50051") as client:
+    client.complete(
+        "support:prod", "Is it up?", Sampling(grammar=Grammar(choice=["yes", "no"]))
+    ).text
+    client.embed("search:prod", ["a text", "another"], pooling="mean").vectors
+    for score in client.score("toxicity:prod", ["have a nice day"]):
+        print(score.label, score.probabilities, score.logits)
+```
+
+Every failure is a subclass of `LoraplexError` ([errors by
+reason](../operate/runbooks.md#errors-by-reason)). `scripts/sdk_page.py` writes this page from the
+docstrings: the clients first, then the types that they take and return.
 """
 BLOCKING = {"BlockingInference": "InferenceClient", "BlockingRegistry": "RegistryClient"}
 """Blocking classes, and the classes whose methods they have."""
@@ -31,7 +48,9 @@ def page() -> str:
     sys.path.insert(0, str(ROOT))
     import loraplex
 
-    classes = [getattr(loraplex, name) for name in loraplex.__all__]
+    clients = [*BLOCKING.values(), *BLOCKING]
+    types = [name for name in loraplex.__all__ if name not in clients]
+    classes = [getattr(loraplex, name) for name in (*clients, *types)]
     sections = ["\n".join(_section(cls)) for cls in classes]
     return f"{INTRODUCTION}\n" + "\n\n".join(sections) + "\n"
 
@@ -78,6 +97,8 @@ def _signature(member: Any) -> str:
 def _default(value: object) -> str:
     if dataclasses.is_dataclass(value):
         return f"{type(value).__name__}()"
+    if isinstance(value, enum.Enum):
+        return repr(value.value)
     return getattr(value, "__name__", repr(value))
 
 
