@@ -14,15 +14,7 @@ from loraplex.refs import check_bare, check_tag, check_tenant, parse_name, parse
 from loraplex.v1 import registry_pb2 as pb
 from loraplex.v1 import registry_pb2_grpc
 from loraplex_services.common.callers import current_caller
-from loraplex_services.common.limits import (
-    MAX_DESCRIPTION_CHARS,
-    MAX_OPENINGS,
-    MAX_OPENINGS_PER_TENANT,
-    MAX_UPLOAD_STREAMS,
-    MAX_UPLOAD_STREAMS_PER_TENANT,
-    check_chars,
-)
-from loraplex_services.common.tenant_slots import TenantSlots
+from loraplex_services.common.limits import MAX_DESCRIPTION_CHARS, check_chars
 from loraplex_services.registry.access.auth import is_local_peer
 from loraplex_services.registry.access.permissions import Access
 from loraplex_services.registry.access.sharing import (
@@ -32,7 +24,6 @@ from loraplex_services.registry.access.sharing import (
 )
 from loraplex_services.registry.access.signatures import Offered
 from loraplex_services.registry.api import convert, publish_options
-from loraplex_services.registry.api.upload_pace import UploadPace
 from loraplex_services.registry.api.usage import (
     entries_to_proto,
     report_from_proto,
@@ -48,15 +39,10 @@ MAX_FAILURE_CHARS = 1000
 
 
 class AdminService(registry_pb2_grpc.RegistryServiceServicer):
-    """Collection, index, audit, keys and tenants."""
+    """Signatures, certificates, keys, tenants, sharing, usage, audit, collection and index."""
 
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
-        self._openings = TenantSlots(MAX_OPENINGS, max_held=MAX_OPENINGS_PER_TENANT)
-        self._upload_pace = UploadPace()
-        self._upload_streams = TenantSlots(
-            MAX_UPLOAD_STREAMS, max_held=MAX_UPLOAD_STREAMS_PER_TENANT
-        )
 
     async def CollectGarbage(
         self, request: pb.CollectGarbageRequest, context: Any

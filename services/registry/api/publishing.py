@@ -24,11 +24,20 @@ from loraplex.errors import (
 from loraplex.refs import parse_ref
 from loraplex.v1 import registry_pb2 as pb
 from loraplex_services.common.callers import current_caller
-from loraplex_services.common.limits import MAX_UPLOAD_IDLE_S
+from loraplex_services.common.limits import (
+    MAX_OPENINGS,
+    MAX_OPENINGS_PER_TENANT,
+    MAX_UPLOAD_IDLE_S,
+    MAX_UPLOAD_STREAMS,
+    MAX_UPLOAD_STREAMS_PER_TENANT,
+)
+from loraplex_services.common.tenant_slots import TenantSlots
 from loraplex_services.registry.access.permissions import Access
 from loraplex_services.registry.api import convert, publish_options
 from loraplex_services.registry.api.admin import AdminService, caller_access
 from loraplex_services.registry.api.one_call import check_request_id, contents_of
+from loraplex_services.registry.api.upload_pace import UploadPace
+from loraplex_services.registry.assembly import Registry
 from loraplex_services.registry.publish.inspection import Requirements
 from loraplex_services.registry.publish.metrics import refusals_counted
 from loraplex_services.registry.publish.uploads import (
@@ -58,6 +67,14 @@ class _CheckedUpload:
 
 class PublishService(AdminService):
     """Uploads and validation."""
+
+    def __init__(self, registry: Registry) -> None:
+        super().__init__(registry)
+        self._openings = TenantSlots(MAX_OPENINGS, max_held=MAX_OPENINGS_PER_TENANT)
+        self._upload_pace = UploadPace()
+        self._upload_streams = TenantSlots(
+            MAX_UPLOAD_STREAMS, max_held=MAX_UPLOAD_STREAMS_PER_TENANT
+        )
 
     async def CreateUpload(
         self, request: pb.CreateUploadRequest, context: Any
