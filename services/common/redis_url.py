@@ -14,6 +14,7 @@ from redis.exceptions import ReadOnlyError, RedisError
 from redis.exceptions import TimeoutError as RedisTimedOut
 
 from loraplex.errors import InvalidRequest
+from loraplex_services.common.settings import env
 
 DEFAULT_SENTINEL_PORT = 26379
 _CONNECT_TIMEOUT_S = 2.0
@@ -92,7 +93,7 @@ def connect_redis(url: str) -> redis.asyncio.Redis:
     if scheme == "redis+sentinel":
         return _through_sentinel(rest)
     if scheme not in ("redis", "rediss", "unix"):
-        raise InvalidRequest.field("LORAPLEX_METADATA", scheme, _FORMS)
+        raise InvalidRequest.field(env.METADATA.name, scheme, _FORMS)
     try:
         client = BoundedRedis.from_url(
             url,
@@ -104,10 +105,10 @@ def connect_redis(url: str) -> redis.asyncio.Redis:
         # Refuses options that it does not know.
         client.connection_pool.make_connection()  # type: ignore[no-untyped-call]
     except ValueError:
-        raise InvalidRequest.field("LORAPLEX_METADATA", scheme, _FORMS) from None
+        raise InvalidRequest.field(env.METADATA.name, scheme, _FORMS) from None
     except (TypeError, RedisError) as error:
         why = f"has an option in its query that cannot be used: {error}"
-        raise InvalidRequest.field("LORAPLEX_METADATA", scheme, why) from None
+        raise InvalidRequest.field(env.METADATA.name, scheme, why) from None
     _renew_tls(client.connection_pool)
     return client
 
@@ -129,11 +130,11 @@ def _through_sentinel(address: str) -> redis.asyncio.Redis:
     except ValueError:
         nodes, number = [], 0
     if not nodes or not service:
-        raise InvalidRequest.field("LORAPLEX_METADATA", "redis+sentinel", _FORMS)
+        raise InvalidRequest.field(env.METADATA.name, "redis+sentinel", _FORMS)
     for name in options.keys() - set(_SENTINEL_OPTIONS):
         known = ", ".join(_SENTINEL_OPTIONS)
         why = f"has the unknown option {name} in its query; known are {known}"
-        raise InvalidRequest.field("LORAPLEX_METADATA", "redis+sentinel", why)
+        raise InvalidRequest.field(env.METADATA.name, "redis+sentinel", why)
     shared: dict[str, Any] = {
         "ssl": options.get("tls", "").lower() in ("1", "true", "yes"),
         **{name: options[name] for name in _TLS_FILES if name in options},

@@ -52,9 +52,9 @@ def child_specs(
         "loraplex_services.registry",
         {
             **shared,
-            "LORAPLEX_REGISTRY_LISTEN": addresses.registry,
-            "LORAPLEX_STATE_DIR": str(state.path),
-            "LORAPLEX_METADATA": environ.get("LORAPLEX_METADATA") or "embedded",
+            env.REGISTRY_LISTEN.name: addresses.registry,
+            env.STATE_DIR.name: str(state.path),
+            env.METADATA.name: environ.get(env.METADATA.name) or "embedded",
         },
         _reachable(addresses.registry),
     )
@@ -63,12 +63,12 @@ def child_specs(
         "loraplex_services.gateway",
         {
             **shared,
-            "LORAPLEX_GATEWAY_LISTEN": addresses.grpc,
-            "LORAPLEX_HTTP_LISTEN": addresses.http,
-            "LORAPLEX_REGISTRY_ADDRESS": registry.health,
-            "LORAPLEX_WORKERS": ",".join(worker.health for worker in workers),
+            env.GATEWAY_LISTEN.name: addresses.grpc,
+            env.HTTP_LISTEN.name: addresses.http,
+            env.REGISTRY_ADDRESS.name: registry.health,
+            env.WORKERS.name: ",".join(worker.health for worker in workers),
             env.DEBUG.name: _debug_of_gateway(environ),
-            **_present(environ, "LORAPLEX_METADATA"),
+            env.METADATA.name: environ.get(env.METADATA.name, ""),
         },
         _reachable(addresses.grpc),
     )
@@ -106,8 +106,8 @@ def _worker(config: UpConfig, index: int, state: StateDir, shared: Mapping[str, 
     environ = {
         **shared,
         "TMPDIR": str(state.scratch),
-        "LORAPLEX_WORKER_LISTEN": listen,
-        "LORAPLEX_STATE_DIR": str(state.cache / name),
+        env.WORKER_LISTEN.name: listen,
+        env.STATE_DIR.name: str(state.cache / name),
         **config.worker,
     }
     return ChildSpec(name, "loraplex_services.worker", environ, listen)
@@ -116,22 +116,24 @@ def _worker(config: UpConfig, index: int, state: StateDir, shared: Mapping[str, 
 def _shared(config: UpConfig, state: StateDir, environ: Mapping[str, str]) -> dict[str, str]:
     """The environment of every child: the user's own variables, except those that are set here."""
     private = (
-        "LORAPLEX_METRICS_LISTEN",
-        "LORAPLEX_METADATA",
-        "LORAPLEX_WORKERS",
+        env.METRICS_LISTEN.name,
+        env.METADATA.name,
+        env.WORKERS.name,
         # Those of the tools in this shell: within one machine services talk in plain.
-        *("LORAPLEX_CA", "LORAPLEX_CERT", "LORAPLEX_KEY"),
+        env.CA.name,
+        env.CERT.name,
+        env.KEY.name,
     )
     shared = {name: value for name, value in environ.items() if name not in private}
     root = str(Path(loraplex_services.__path__[0]).parent)
     shared["PYTHONPATH"] = os.pathsep.join(filter(None, (root, environ.get("PYTHONPATH"))))
     shared["PYTHONSAFEPATH"] = "1"
     shared.setdefault("GRPC_VERBOSITY", "ERROR")  # its notes on forks tell users nothing
-    shared["LORAPLEX_OBJECTS"] = environ.get("LORAPLEX_OBJECTS") or f"file://{state.objects}"
-    shared["LORAPLEX_DRAIN_S"] = f"{config.drain_s:g}"
-    shared["LORAPLEX_AUTH"] = config.auth
-    if config.auth == "keys" and not environ.get("LORAPLEX_SERVICE_TOKEN_FILE"):
-        shared["LORAPLEX_SERVICE_TOKEN_FILE"] = str(_service_token(state))
+    shared[env.OBJECTS.name] = environ.get(env.OBJECTS.name) or f"file://{state.objects}"
+    shared[env.DRAIN_S.name] = f"{config.drain_s:g}"
+    shared[env.AUTH.name] = config.auth
+    if config.auth == "keys" and not environ.get(env.SERVICE_TOKEN_FILE.name):
+        shared[env.SERVICE_TOKEN_FILE.name] = str(_service_token(state))
     return shared
 
 
@@ -146,12 +148,8 @@ def _service_token(state: StateDir) -> Path:
 
 def _debug_of_gateway(environ: Mapping[str, str]) -> str:
     """Bases in a state folder of the stack's own belong to the stack; those elsewhere may not."""
-    own = f"{switches.REPLACE_BASES.name}={'false' if environ.get('LORAPLEX_OBJECTS') else 'true'}"
+    own = f"{switches.REPLACE_BASES.name}={'false' if environ.get(env.OBJECTS.name) else 'true'}"
     return ",".join(filter(None, (environ.get(env.DEBUG.name), own)))
-
-
-def _present(environ: Mapping[str, str], *names: str) -> dict[str, str]:
-    return {name: environ[name] for name in names if environ.get(name)}
 
 
 def _reachable(address: str) -> str:

@@ -19,6 +19,7 @@ from loraplex.errors import InvalidRequest
 from loraplex_services.common.processes.stacks import all_stacks, profile
 from loraplex_services.common.security.addresses import is_local, is_loopback
 from loraplex_services.common.security.service_token import is_service_token
+from loraplex_services.common.settings import env
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +78,7 @@ class MetricsServer:
             )
         except OSError as error:
             raise InvalidRequest.field(
-                "LORAPLEX_METRICS_LISTEN",
+                env.METRICS_LISTEN.name,
                 listen,
                 f"cannot listen on {listen}: {error.strerror}; choose another port",
             ) from None

@@ -13,6 +13,7 @@ from loraplex_services.common.security.addresses import is_local
 from loraplex_services.common.security.service_token import is_service_token, read_service_token
 from loraplex_services.common.security.tls import is_service
 from loraplex_services.common.security.wrong_keys import WrongKeys
+from loraplex_services.common.settings import env
 from loraplex_services.registry.access.keys import Keys
 from loraplex_services.registry.access.permissions import SERVICE
 from loraplex_services.registry.config import RegistryConfig
@@ -70,7 +71,7 @@ def caller_auth(config: RegistryConfig, keys: Keys) -> Auth | None:
         return KeyAuth(keys, token, config.service_names)
     if config.auth == "off" and not is_local(config.listen):
         raise InvalidRequest.field(
-            "LORAPLEX_REGISTRY_LISTEN",
+            env.REGISTRY_LISTEN.name,
             config.listen,
             "other machines could reach it without auth: set LORAPLEX_AUTH=keys, or "
             "LORAPLEX_AUTH=insecure to allow that",
@@ -95,6 +96,6 @@ def _service_token(path: Path | None) -> str:
     token = read_service_token(path)
     if any(len(line) < 16 for line in token.split()):
         raise InvalidRequest.field(
-            "LORAPLEX_SERVICE_TOKEN_FILE", str(path), "each line must have at least 16 characters"
+            env.SERVICE_TOKEN_FILE.name, str(path), "each line must have at least 16 characters"
         )
     return token

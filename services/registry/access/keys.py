@@ -18,6 +18,7 @@ from loraplex_services.common.callers import ROOT, Caller, note_read
 from loraplex_services.common.limits import KEY_LIFETIME_S, MAX_DESCRIPTION_CHARS, check_chars
 from loraplex_services.common.lru_cache import LruCache
 from loraplex_services.common.objects import ObjectStore
+from loraplex_services.common.settings import env
 from loraplex_services.registry import layout
 from loraplex_services.registry.access.permissions import EVERYTHING, Access
 from loraplex_services.registry.records import KeyRecord, now_s
@@ -198,14 +199,14 @@ class Keys:
             token = path.read_text().strip()
         except OSError as error:
             raise InvalidRequest.field(
-                "LORAPLEX_ADMIN_KEY_FILE", str(path), f"cannot be read: {error.strerror}"
+                env.ADMIN_KEY_FILE.name, str(path), f"cannot be read: {error.strerror}"
             ) from None
         match = TOKEN.fullmatch(token)
         if match is None:
             description = (
                 "must contain a key lpx_<id>_<secret> with a secret of at least 16 characters"
             )
-            raise InvalidRequest.field("LORAPLEX_ADMIN_KEY_FILE", str(path), description)
+            raise InvalidRequest.field(env.ADMIN_KEY_FILE.name, str(path), description)
 
         def step(current: KeyRecord | None) -> KeyRecord | None:
             hashed = _hash(match[2])

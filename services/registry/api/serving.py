@@ -16,6 +16,7 @@ from loraplex_services.common.processes.process import freeze_heap
 from loraplex_services.common.processes.signals import stop_event
 from loraplex_services.common.redis_url import connect_redis
 from loraplex_services.common.security.service_token import read_service_token
+from loraplex_services.common.settings import env
 from loraplex_services.common.telemetry.metrics import MetricsServer
 from loraplex_services.registry import layout
 from loraplex_services.registry.access.auth import caller_auth
@@ -69,7 +70,7 @@ async def serve() -> None:
             auth=caller_auth(config, registry.keys),
             tls=config.tls.server(),
             service_listener=_service_listener(config),
-            setting="LORAPLEX_REGISTRY_LISTEN",
+            setting=env.REGISTRY_LISTEN.name,
         )
         stack.push_async_callback(running.stop, 0.0)  # it has stopped already, unless a start fails
         state = RegistryState(registry, running)

@@ -23,6 +23,7 @@ from redis.exceptions import RedisError
 
 from loraplex.errors import InvalidRequest, Unavailable
 from loraplex_services.common.processes.tied import tied_to_parent
+from loraplex_services.common.settings import env
 
 logger = logging.getLogger(__name__)
 
@@ -128,7 +129,7 @@ def _locked(state_dir: Path) -> IO[str]:
     except OSError:
         lock.close()
         raise InvalidRequest.field(
-            "LORAPLEX_STATE_DIR",
+            env.STATE_DIR.name,
             str(state_dir),
             "another registry with an embedded metadata server uses this folder: several "
             "registries need one server, which LORAPLEX_METADATA names",
