@@ -8,9 +8,9 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from loraplex.cli.clients import registry_client
 from loraplex.cli.output import moment, show, show_table, sized
 from loraplex.cli.parsing import Commands, count, num_bytes, seconds
-from loraplex.cli.publish import client_of
 from loraplex.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ async def _first_admin_key(args: argparse.Namespace) -> None:
     from loraplex.errors import Unavailable
 
     try:
-        async with client_of(args) as client:
+        async with registry_client(args) as client:
             key, token = await client.admin.create_first_key()
     except Unavailable as error:
         hint = (
@@ -154,7 +154,7 @@ async def _keys_create(args: argparse.Namespace) -> None:
     if args.ttl == 0.0:  # which the registry would take for a key that never expires
         why = "must be more than 0; leave it out for a key that does not expire"
         raise InvalidRequest.field("--ttl", "0", why)
-    async with client_of(args) as client:
+    async with registry_client(args) as client:
         key, token = await client.admin.create_key(
             args.tenant, args.scope or ["reader"], args.ttl or 0.0, args.description
         )
@@ -164,7 +164,7 @@ async def _keys_create(args: argparse.Namespace) -> None:
 
 
 async def _keys_list(args: argparse.Namespace) -> None:
-    async with client_of(args) as client:
+    async with registry_client(args) as client:
         keys = await client.admin.keys(args.tenant)
     header = ("KEY", "TENANT", "SCOPES", "EXPIRES", "DESCRIPTION")
     show_table(header, keys, _key_row, as_json=args.json)
@@ -176,7 +176,7 @@ def _key_row(key: ApiKey) -> tuple[str, ...]:
 
 
 async def _keys_revoke(args: argparse.Namespace) -> None:
-    async with client_of(args) as client:
+    async with registry_client(args) as client:
         key = await client.admin.revoke_key(args.key_id)
     show(key, f"revoked {key.key_id}", as_json=args.json)
 
@@ -191,7 +191,7 @@ async def _tenants_set(args: argparse.Namespace) -> None:
         raise InvalidRequest.field("TENANT", args.tenant, why)
     if "signature_keys" in given:
         given["signature_keys"] = _public_keys(given["signature_keys"])
-    async with client_of(args) as client:
+    async with registry_client(args) as client:
         tenant = await client.admin.set_tenant(Tenant(args.tenant, **given), given)
     show(tenant, f"set {tenant.tenant}", as_json=args.json)
 
@@ -203,7 +203,7 @@ def _public_keys(paths: list[Path]) -> tuple[str, ...]:
 
 
 async def _tenants_list(args: argparse.Namespace) -> None:
-    async with client_of(args) as client:
+    async with registry_client(args) as client:
         tenants = await client.admin.tenants()
     header = ("TENANT", "USED", "LIMIT", "VERSIONS", "LIMIT", "SIGNATURE", "MAX KL")
     show_table(header, tenants, _tenant_row, as_json=args.json)

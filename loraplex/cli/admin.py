@@ -6,9 +6,9 @@ import argparse
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
+from loraplex.cli.clients import registry_client
 from loraplex.cli.output import moment, short_digest, show, show_table, sized
 from loraplex.cli.parsing import Commands, count
-from loraplex.cli.publish import client_of
 from loraplex.refs import folder_name
 from loraplex.units import counted
 
@@ -79,7 +79,7 @@ def _add_bases(commands: Commands) -> None:
 
 async def _base_add(args: argparse.Namespace) -> None:
     base_id = args.id or folder_name(args.dir)
-    async with client_of(args) as client:
+    async with registry_client(args) as client:
         base = await client.admin.add_base(
             args.dir,
             base_id,
@@ -96,7 +96,7 @@ def _base_object(base: BaseModel) -> dict[str, Any]:
 
 
 async def _base_list(args: argparse.Namespace) -> None:
-    async with client_of(args) as client:
+    async with registry_client(args) as client:
         bases = await client.admin.bases()
     header = ("BASE", "TYPE", "LAYERS", "FINGERPRINT", "ALIASES")
     show_table(header, bases, _base_row, as_json=args.json, object_of=_base_object)
@@ -109,7 +109,7 @@ def _base_row(base: BaseModel) -> tuple[str, ...]:
 
 async def _audit(args: argparse.Namespace) -> None:
     shown: list[AuditEntry] = []
-    async with client_of(args) as client:
+    async with registry_client(args) as client:
         async for entry in client.admin.audit(args.tenant):
             shown.append(entry)
             if len(shown) == args.limit:
@@ -136,7 +136,7 @@ def _entry_object(entry: AuditEntry) -> dict[str, Any]:
 
 
 async def _gc(args: argparse.Namespace) -> None:
-    async with client_of(args) as client:
+    async with registry_client(args) as client:
         done = await client.admin.collect_garbage(dry_run=args.dry_run)
     verb = "would delete" if args.dry_run else "deleted"
     freed = sized(done.deleted_bytes)
@@ -145,7 +145,7 @@ async def _gc(args: argparse.Namespace) -> None:
 
 
 async def _reindex(args: argparse.Namespace) -> None:
-    async with client_of(args) as client:
+    async with registry_client(args) as client:
         done = await client.admin.reindex()
     parts = ((done.versions, "version"), (done.tags, "tag"), (done.bases, "base"))
     text = f"indexed {', '.join(counted(*part) for part in parts)}"

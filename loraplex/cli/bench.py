@@ -11,7 +11,8 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from loraplex.cli.parsing import Commands, credentials_of, seconds
+from loraplex.cli.clients import gateway_client, registry_client
+from loraplex.cli.parsing import Commands, seconds
 from loraplex.cli.workload_flags import add_workload, print_summary, trace_of
 from loraplex.errors import InvalidRequest
 from loraplex.units import counted
@@ -63,13 +64,12 @@ def add(commands: Commands) -> None:
 
 
 async def _trace(args: argparse.Namespace) -> None:
-    from loraplex.client.inference_client import InferenceClient
     from loraplex.workload import summarize
     from loraplex.workload.driving import check_lengths, drive, targets
 
     trace = trace_of(args)
     file = _opened(args.outcomes)
-    async with InferenceClient(args.gateway, credentials_of(args)) as client:
+    async with gateway_client(args) as client:
         await check_lengths(client, trace.max_tokens)
         async with _prepared(args, trace.num_adapters) as prefix:
             models = await targets(client, trace.num_adapters, prefix)
@@ -104,10 +104,9 @@ async def _prepared(args: argparse.Namespace, num_adapters: int) -> AsyncIterato
     if args.prepare_from is None:
         yield ""
         return
-    from loraplex.client.registry_client import RegistryClient
     from loraplex.workload.adapter_variants import NAME_PREFIX, publish_variants
 
-    async with RegistryClient(args.registry, credentials_of(args)) as registry:
+    async with registry_client(args) as registry:
         before = {version.name async for version in registry.list(name_prefix=NAME_PREFIX)}
         try:
             names = await publish_variants(registry, args.prepare_from, num_adapters)

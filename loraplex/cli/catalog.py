@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from loraplex.cli.clients import registry_client
 from loraplex.cli.output import (
     about,
     moment,
@@ -18,7 +19,6 @@ from loraplex.cli.output import (
     sized,
 )
 from loraplex.cli.parsing import REF_FORMS, Commands, add_label, count
-from loraplex.cli.publish import client_of
 from loraplex.units import counted
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ _ORDERS: dict[str, Callable[[AdapterVersion], Any]] = {
 
 
 async def _list(args: argparse.Namespace) -> None:
-    async with client_of(args) as client:
+    async with registry_client(args) as client:
         owner, _, name = args.name.rpartition("/")
         tenant = args.tenant or owner
         versions = client.list(
@@ -146,7 +146,7 @@ def _row(version: AdapterVersion) -> tuple[str, ...]:
 
 
 async def _show(args: argparse.Namespace) -> None:
-    async with client_of(args) as client:
+    async with registry_client(args) as client:
         found = await client.get(args.ref)
         # By number: a tag may have moved since.
         version = (await client.signatures(found.version.ref)).version
@@ -242,7 +242,7 @@ def spelled(targets: Sequence[TagTarget]) -> str:
 async def _pull(args: argparse.Namespace) -> None:
     from loraplex.cli.progress import ProgressBar
 
-    async with client_of(args) as client:
+    async with registry_client(args) as client:
         with ProgressBar(args.ref) as bar:
             version = await client.pull(args.ref, args.dir, force=args.force, progress=bar)
     text = f"pulled {version.ref} {short_digest(version.digest)} into {args.dir}"
@@ -250,7 +250,7 @@ async def _pull(args: argparse.Namespace) -> None:
 
 
 async def _diff(args: argparse.Namespace) -> None:
-    async with client_of(args) as client:
+    async with registry_client(args) as client:
         old = (await client.get(args.ref)).version
         new = (await client.get(args.other)).version
         changes = _changes(await _facts(client, old), await _facts(client, new))
@@ -282,7 +282,7 @@ def _changes(old: dict[str, str], new: dict[str, str]) -> list[dict[str, str]]:
 
 
 async def _watch(args: argparse.Namespace) -> None:
-    async with client_of(args) as client:
+    async with registry_client(args) as client:
         async for change in client.watch(args.resume):
             show(_change_object(change), _change_line(change), as_json=args.json)
 

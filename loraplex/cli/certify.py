@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from loraplex.cli.catalog import certified
+from loraplex.cli.clients import credentials_of, gateway_client, registry_client
 from loraplex.cli.output import about, show
-from loraplex.cli.parsing import REF_FORMS, Commands, credentials_of, number
-from loraplex.cli.publish import client_of
+from loraplex.cli.parsing import REF_FORMS, Commands, number
 from loraplex.printable import printable
 
 if TYPE_CHECKING:
@@ -80,11 +80,10 @@ async def _certify(args: argparse.Namespace) -> None:
         why = "must be a version, or --follow for all, which have the same names on the reference"
         raise InvalidRequest.field("REF", args.ref, why)
     texts = probe_of(Path(args.probe).read_text()) if args.probe else PROBE_TEXTS
-    credentials = credentials_of(args)
     async with (
-        client_of(args) as registry,
-        InferenceClient(args.gateway, credentials) as served,
-        InferenceClient(args.reference, credentials) as reference,
+        registry_client(args) as registry,
+        gateway_client(args) as served,
+        InferenceClient(args.reference, credentials_of(args)) as reference,
     ):
         certifier = Certifier(
             registry, served, reference, args.reference, texts, args.max_kl, args.tag

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 
-from loraplex.cli.generate import client_of
+from loraplex.cli.clients import gateway_client
 from loraplex.cli.output import show
 from loraplex.cli.parsing import Commands, count
 from loraplex.refs import parse_ref
@@ -29,7 +29,7 @@ def add(commands: Commands) -> None:
 
 
 async def _fetch(args: argparse.Namespace) -> None:
-    async with client_of(args) as client:
+    async with gateway_client(args) as client:
         for ref in args.refs:
             fetched = await client.fetch(ref, args.workers)
             named = parse_ref(fetched.ref)

@@ -8,8 +8,9 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from loraplex.cli.clients import gateway_client
 from loraplex.cli.output import print_json, show, version_of
-from loraplex.cli.parsing import Commands, count, credentials_of
+from loraplex.cli.parsing import Commands, count
 from loraplex.cli.status import print_status
 
 if TYPE_CHECKING:
@@ -146,12 +147,6 @@ def _sampling(args: argparse.Namespace) -> Sampling:
     )
 
 
-def client_of(args: argparse.Namespace) -> InferenceClient:
-    from loraplex.client.inference_client import InferenceClient
-
-    return InferenceClient(args.gateway, credentials_of(args))
-
-
 async def _generate(args: argparse.Namespace) -> None:
     from loraplex.client.generation import Message
     from loraplex.client.inference_client import collect
@@ -164,7 +159,7 @@ async def _generate(args: argparse.Namespace) -> None:
         chunks = client.generate(args.ref, prompt, _sampling(args))
         return collect([chunk async for chunk in _shown(chunks, streamed)])
 
-    async with client_of(args) as client:
+    async with gateway_client(args) as client:
         try:
             completion = await answer(client, prompt if args.raw else [Message("user", prompt)])
         except InvalidRequest as error:
@@ -183,7 +178,7 @@ async def _chat(args: argparse.Namespace) -> None:
     messages = [Message("system", args.system)] if args.system else []
     if sys.stdin.isatty():
         print("an empty line or Ctrl-D ends the conversation", file=sys.stderr)
-    async with client_of(args) as client:
+    async with gateway_client(args) as client:
         while turn := await _next_turn():
             messages.append(Message("user", turn))
             messages.append(await _reply(client, args, messages))
@@ -253,6 +248,6 @@ async def _shown(
 
 
 async def _status(args: argparse.Namespace) -> None:
-    async with client_of(args) as client:
+    async with gateway_client(args) as client:
         status = await client.status(include_adapters=args.adapters)
     print_status(status, as_json=args.json)

@@ -6,14 +6,11 @@ import argparse
 import re
 import sys
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import loraplex
 from loraplex.client.settings import DEFAULT_GATEWAY, DEFAULT_REGISTRY
 from loraplex.units import parse_bytes, parse_seconds
-
-if TYPE_CHECKING:
-    from loraplex.client.settings import Credentials
 
 T = TypeVar("T")
 Run = Callable[[argparse.Namespace], Awaitable[None] | None]
@@ -149,21 +146,6 @@ def add_unused_server(parser: argparse.ArgumentParser, server: str) -> None:
 def add_json(parser: argparse.ArgumentParser) -> None:
     """`--json`."""
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
-
-
-def credentials_of(args: argparse.Namespace) -> Credentials:
-    """Credentials from the environment, overridden by flags."""
-    import os
-
-    from loraplex.client import settings
-    from loraplex.errors import InvalidRequest
-
-    flags = {"ca": args.ca, "cert": args.cert, "key": args.key}
-    for flag, path in flags.items():
-        if path and not os.path.isfile(path):
-            raise InvalidRequest.field(f"--{flag}", path, "no such file")
-    given = {f"LORAPLEX_{flag.upper()}": path for flag, path in flags.items() if path}
-    return settings.credentials({**os.environ, **given})
 
 
 def key_value(text: str) -> tuple[str, str]:

@@ -6,9 +6,9 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from loraplex.cli.clients import registry_client
 from loraplex.cli.output import about, short_digest, show
 from loraplex.cli.parsing import REF_FORMS, Commands
-from loraplex.cli.publish import client_of
 
 if TYPE_CHECKING:
     from loraplex.api.registry import AdapterVersion
@@ -58,7 +58,7 @@ async def _sign(args: argparse.Namespace) -> None:
     from loraplex.signature_bundle import parse_bundle
     from loraplex.signing import sign
 
-    async with client_of(args) as client:
+    async with registry_client(args) as client:
         version = (await client.get(args.ref)).version
         bundle, public = sign(version.ref, _files(version), Path(args.signing_key))
         if args.out:  # before the registry changes: the path may be wrong
@@ -71,7 +71,7 @@ async def _sign(args: argparse.Namespace) -> None:
 async def _export(args: argparse.Namespace) -> None:
     from loraplex.cli.progress import ProgressBar
 
-    async with client_of(args) as client:
+    async with registry_client(args) as client:
         with ProgressBar(args.ref) as bar:
             version, manifest = await client.export(
                 args.ref, args.dir, form=args.format, progress=bar
@@ -85,7 +85,7 @@ async def _verify(args: argparse.Namespace) -> None:
     from loraplex.errors import InvalidRequest, PermissionDenied
     from loraplex.signing import key_sha256, parse_public_key, public_key, verify
 
-    async with client_of(args) as client:
+    async with registry_client(args) as client:
         signed = await client.signatures(args.ref)
     version = signed.version
     if args.public_key:

@@ -7,6 +7,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from loraplex.cli.clients import registry_client
 from loraplex.cli.local_base import geometry_of
 from loraplex.cli.output import (
     about,
@@ -22,7 +23,6 @@ from loraplex.cli.parsing import (
     add_json,
     add_label,
     add_when_loaded,
-    credentials_of,
 )
 from loraplex.cli.staged import until_moved
 
@@ -128,13 +128,6 @@ def _add_allow_missing(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def client_of(args: argparse.Namespace) -> RegistryClient:
-    """The client that the connection flags describe."""
-    from loraplex.client.registry_client import RegistryClient
-
-    return RegistryClient(args.registry, credentials_of(args))
-
-
 def _upload(args: argparse.Namespace) -> None:
     import asyncio
 
@@ -169,7 +162,7 @@ def _upload(args: argparse.Namespace) -> None:
 async def _upload_folder(args: argparse.Namespace, folder: Path, publication: Publication) -> None:
     from loraplex.cli.progress import ProgressBar
 
-    async with client_of(args) as client:
+    async with registry_client(args) as client:
         if args.dry_run:
             await _dry_run(client, args, folder, publication)
             return

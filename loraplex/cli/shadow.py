@@ -8,9 +8,9 @@ import sys
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING
 
+from loraplex.cli.clients import gateway_client, registry_client
 from loraplex.cli.output import show
-from loraplex.cli.parsing import count, credentials_of, number
-from loraplex.cli.publish import client_of
+from loraplex.cli.parsing import count, number
 
 if TYPE_CHECKING:
     from loraplex.api.registry import AdapterVersion
@@ -86,15 +86,14 @@ async def compare(args: argparse.Namespace) -> None:
         Conflict: the tag moved in the meantime.
         Undecided: undecided after `--max-pairs`.
     """
-    from loraplex.client.inference_client import InferenceClient
     from loraplex.client.paired_test import Outcome, PairedTest
     from loraplex.errors import InvalidAdapter, Undecided, Violation
 
     test = PairedTest(DEFAULT_MARGIN if args.margin is None else args.margin)
     max_pairs = DEFAULT_MAX_PAIRS if args.max_pairs is None else args.max_pairs
-    async with client_of(args) as registry:
+    async with registry_client(args) as registry:
         served, candidate = await _versions(args, registry)
-        async with InferenceClient(args.gateway, credentials_of(args)) as gateway:
+        async with gateway_client(args) as gateway:
             await _run(args, test, max_pairs, gateway, served, candidate)
         is_accepted = test.outcome is Outcome.ACCEPTED
         measure = "log-probability per token" if args.scorer is None else "score"

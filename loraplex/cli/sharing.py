@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 
 from loraplex.cli.catalog import spelled_labels
+from loraplex.cli.clients import registry_client
 from loraplex.cli.output import print_fields, print_json, show
 from loraplex.cli.parsing import Commands, add_label
-from loraplex.cli.publish import client_of
 
 
 def add(commands: Commands) -> None:
@@ -56,7 +56,7 @@ async def _describe(args: argparse.Namespace) -> None:
     from loraplex.refs import parse_name
 
     parse_name(args.name)
-    async with client_of(args) as client:
+    async with registry_client(args) as client:
         if args.text is None and not args.label and not args.remove_label:
             version = (await client.get(args.name)).version
             text, labels = version.description, version.adapter_labels
@@ -84,7 +84,7 @@ async def _share(args: argparse.Namespace) -> None:
     visibility = "private" if args.private else "public" if args.public else ""
     if args.tenants:
         visibility = "shared"
-    async with client_of(args) as client:
+    async with registry_client(args) as client:
         sharing = await client.set_sharing(
             args.name, visibility, shared_with=args.tenants or (), pullable=args.pullable
         )

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from loraplex.cli import shadow
 from loraplex.cli.catalog import pending_of, spelled, targets_of
+from loraplex.cli.clients import registry_client
 from loraplex.cli.output import moment, show, show_table
 from loraplex.cli.parsing import Commands, add_label, add_when_loaded
-from loraplex.cli.publish import client_of
 from loraplex.cli.staged import until_moved
 
 if TYPE_CHECKING:
@@ -158,7 +158,7 @@ def _first_of(targets: Sequence[TagTarget]) -> dict[str, Any]:
 async def _tag(args: argparse.Namespace) -> None:
     from loraplex.refs import parse_ref
 
-    async with client_of(args) as client:
+    async with registry_client(args) as client:
         if args.delete:
             _print(await client.delete_tag(args.ref, args.tag, expect=args.expect), args.json)
             return
@@ -187,7 +187,7 @@ async def _split(args: argparse.Namespace) -> None:
         await shadow.compare(args)
         return
     shadow.check_unused(args)
-    async with client_of(args) as client:
+    async with registry_client(args) as client:
         tag = await client.set_tag(
             args.name, args.tag, targets, expect=args.expect, when_loaded_s=args.when_loaded
         )
@@ -198,13 +198,13 @@ async def _split(args: argparse.Namespace) -> None:
 
 
 async def _rollback(args: argparse.Namespace) -> None:
-    async with client_of(args) as client:
+    async with registry_client(args) as client:
         tag = await client.rollback(args.name, args.tag, args.to)
     _print(tag, args.json)
 
 
 async def _history(args: argparse.Namespace) -> None:
-    async with client_of(args) as client:
+    async with registry_client(args) as client:
         moves = await client.tag_history(args.name, args.tag)
 
     def row(move: TagMove) -> tuple[str, ...]:
@@ -227,7 +227,7 @@ async def _delete(args: argparse.Namespace) -> None:
         )
     if not args.all and (args.label or args.dry_run):
         raise InvalidRequest.field("--label", args.ref, "--label and --dry-run need --all")
-    async with client_of(args) as client:
+    async with registry_client(args) as client:
         names = await _matching(client, args) if args.all else [args.ref]
         if args.dry_run:
             _print_names(names, args.json)

@@ -6,7 +6,7 @@ import argparse
 import sys
 from typing import TYPE_CHECKING, Any
 
-from loraplex.cli.generate import client_of
+from loraplex.cli.clients import gateway_client
 from loraplex.cli.output import print_json, table_lines
 from loraplex.cli.parsing import Commands, count, seconds
 from loraplex.cli.status import state_of, status_object
@@ -71,7 +71,7 @@ async def _top(args: argparse.Namespace) -> None:
 
     key = next(key for key, (name, _) in _ORDERS.items() if name == args.sort)
     num_shown = 0
-    async with client_of(args) as client:
+    async with gateway_client(args) as client:
         with Keyboard() as keyboard:
             while True:
                 status = await client.status(include_adapters=args.json)

@@ -6,9 +6,9 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
+from loraplex.cli.clients import registry_client
 from loraplex.cli.output import show_table
 from loraplex.cli.parsing import Commands, add_unused_server
-from loraplex.cli.publish import client_of
 
 if TYPE_CHECKING:
     from loraplex.api.registry import UsageEntry
@@ -42,7 +42,7 @@ def add(commands: Commands) -> None:
 
 async def _usage(args: argparse.Namespace) -> None:
     every = args.tenant == "all"
-    async with client_of(args) as client:
+    async with registry_client(args) as client:
         entries = await client.usage(
             tenant="" if every else args.tenant,
             all_tenants=every,

@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from loraplex.cli.generate import client_of
+from loraplex.cli.clients import gateway_client
 from loraplex.cli.output import print_json, print_table, show, version_of
 from loraplex.cli.parsing import Commands, count
 
@@ -58,7 +58,7 @@ def add(commands: Commands) -> None:
 
 
 async def _embed(args: argparse.Namespace) -> None:
-    async with client_of(args) as client:
+    async with gateway_client(args) as client:
         found = await client.embed(
             args.ref,
             args.texts,
@@ -76,7 +76,7 @@ def _spelled(vector: Sequence[float]) -> str:
 
 
 async def _score(args: argparse.Namespace) -> None:
-    async with client_of(args) as client:
+    async with gateway_client(args) as client:
         scores = await client.score(args.ref, args.texts)
     if args.json:
         print_json({**version_of(scores.served_by), **dataclasses.asdict(scores)})
