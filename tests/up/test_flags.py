@@ -60,7 +60,7 @@ def test_a_misspelt_flag_is_answered_with_the_nearest(capsys: pytest.CaptureFixt
 
 
 def test_a_bad_value_of_a_flag_is_shown() -> None:
-    with pytest.raises(InvalidRequest, match="--dtype: expected one of .*, got 'float8'"):
+    with pytest.raises(InvalidRequest, match=r"--dtype: expected one of .*, got 'float8'"):
         parse([*MODEL, "--dtype", "float8"], {})
 
 

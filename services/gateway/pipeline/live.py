@@ -297,14 +297,14 @@ class LiveRequests:
     async def _load(self, address: str, digest: str) -> None:
         """Load an adapter on a worker, once for all requests that wait for it. The worker's next
         step can use it: waiting for the news that it was copied would often take one step more."""
-        loop, key = asyncio.get_running_loop(), (address, digest)
-        if loop.time() - (self._loaded_s.get(key) or -LOADED_S) < LOADED_S:
+        key = (address, digest)
+        if now_s() - (self._loaded_s.get(key) or -LOADED_S) < LOADED_S:
             return
         await self._loads.wait(
             key,
             lambda: self._fleet.load(address, digest, LOAD_TIMEOUT_S, when_fetched=True),
         )
-        self._loaded_s.put(key, loop.time())
+        self._loaded_s.put(key, now_s())
 
 
 def check_update_policy(call: GenerateCall, target: Target) -> None:
