@@ -71,7 +71,8 @@ def _add_sampling(parser: argparse.ArgumentParser) -> None:
         "--max-tokens",
         type=count,
         metavar="N",
-        help="largest number of generated tokens (default: 16; in a chat, the rest of the context)",
+        help="largest number of generated tokens (default: the rest of the context, or 16 without "
+        "a chat template)",
     )
     parser.add_argument(
         "--temperature",
