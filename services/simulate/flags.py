@@ -92,6 +92,11 @@ def _add_fleet(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="once N adapters run, serve requests for these first; 0 = never (default: 0)",
     )
+    _add_limits(group)
+    _add_requests(group)
+
+
+def _add_limits(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--max-num-seqs",
         type=count,
@@ -127,7 +132,6 @@ def _add_fleet(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="adapter slots (default: 4096)",
     )
-    _add_requests(group)
 
 
 def _add_requests(group: argparse._ArgumentGroup) -> None:
