@@ -11,7 +11,6 @@ Text-only: LoRA on vision and audio towers is left out.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -19,24 +18,16 @@ from pathlib import Path
 
 import numpy as np
 
-from loraplex.adapter_format import CONFIG_FILE, TENSOR_FILE, Geometry, Report, parse_header
+from loraplex.adapter_format import CONFIG_FILE, TENSOR_FILE, Geometry, Report
 from loraplex.adapter_format.config import MAX_CONFIG_BYTES
 from loraplex.adapter_format.conversion_field import conversion
 from loraplex.adapter_format.experts import PARAMETERS
-from loraplex.adapter_format.folder import file_names
-from loraplex.adapter_format.safetensors_header import TensorInfo, read_prefix
+from loraplex.adapter_format.safetensors_header import TensorInfo
 from loraplex.adapter_format.strict_json import read_object
 from loraplex.adapter_format.tensor_names import PREFIX
 from loraplex.adapter_format.text_model import is_in_tower
 from loraplex.errors import InvalidAdapter
-from loraplex.rewriting.tensors import (
-    Array,
-    check_folder,
-    copy_files,
-    new_folder,
-    read_tensor,
-    write_files,
-)
+from loraplex.rewriting.tensors import Array, read_tensor, rewrite_folder, tensor_infos
 
 _PARTS = (".lora_A.weight", ".lora_B.weight")
 _SPLIT = re.compile(r"(.+\.linear_attn)\.in_proj_([qkv])", re.ASCII)
@@ -110,7 +101,7 @@ def from_tinker(folder: Path, out: Path, geometry: Geometry | None = None) -> Re
         "rank_pattern": others,
         "alpha_pattern": {name: alpha * own / rank for name, own in others.items()},
     }
-    return _write(folder, out, written, made.tensors, geometry)
+    return rewrite_folder(folder, out, written, made.tensors, geometry=geometry)
 
 
 def text_only(folder: Path, out: Path) -> bool:
@@ -126,13 +117,13 @@ def text_only(folder: Path, out: Path) -> bool:
         raise InvalidAdapter.field(f"{TENSOR_FILE}:{infos[0].name}", "", why)
     config = {**_config(folder), **conversion("text and images", dropped=len(dropped))}
     tensors = {info.name: read_tensor(folder / TENSOR_FILE, info) for info in kept}
-    _write(folder, out, config, tensors)
+    rewrite_folder(folder, out, config, tensors)
     return True
 
 
 def _infos(folder: Path) -> tuple[TensorInfo, ...]:
     path = folder / TENSOR_FILE
-    return parse_header(read_prefix(path), path.stat().st_size).tensors if path.is_file() else ()
+    return tensor_infos(path) if path.is_file() else ()
 
 
 def _is_respelt(info: TensorInfo) -> bool:
@@ -279,21 +270,3 @@ def _gate_up(
 def _suffix(parameter: str) -> str:
     """The part of a parameter's name after the layer, which all layers share."""
     return ".".join(parameter.split(".")[-3:])
-
-
-def _write(
-    folder: Path,
-    out: Path,
-    config: Mapping[str, object],
-    tensors: Mapping[str, Array],
-    geometry: Geometry | None = None,
-) -> Report:
-    """Write the adapter with the folder's other files. Values do not change, because float32 holds
-    every dtype."""
-    dtypes = {info.dtype for info in _infos(folder)}
-    dtype = dtypes.pop() if len(dtypes) == 1 else "F32"
-    names = [name for name in file_names(folder) if name not in (CONFIG_FILE, TENSOR_FILE)]
-    with new_folder(out) as partial:
-        copy_files(folder, partial, names)
-        write_files(partial, json.loads(json.dumps(config)), tensors, dtype)
-        return check_folder(partial, geometry)

@@ -22,7 +22,7 @@ from loraplex.adapter_format import (
     parse_header,
     validate,
 )
-from loraplex.adapter_format.folder import read_folder
+from loraplex.adapter_format.folder import file_names, read_folder
 from loraplex.adapter_format.report import AdapterModule
 from loraplex.adapter_format.safetensors_header import (
     DTYPE_BYTES,
@@ -91,8 +91,12 @@ def read_tensor(path: Path, info: TensorInfo) -> Array:
 
 def read_tensors(path: Path) -> dict[str, Array]:
     """All tensors of a safetensors file, as float32."""
-    infos = parse_header(read_prefix(path), path.stat().st_size).tensors
-    return {info.name: read_tensor(path, info) for info in infos}
+    return {info.name: read_tensor(path, info) for info in tensor_infos(path)}
+
+
+def tensor_infos(path: Path) -> tuple[TensorInfo, ...]:
+    """What the header of a safetensors file says about each tensor."""
+    return parse_header(read_prefix(path), path.stat().st_size).tensors
 
 
 def open_adapter(folder: Path, geometry: Geometry | None = None, **changes: object) -> Opened:
@@ -132,6 +136,28 @@ def write_adapter(
     """
     with new_folder(out) as partial:
         write_files(partial, config, tensors, dtype)
+        return check_folder(partial, geometry)
+
+
+def rewrite_folder(
+    folder: Path,
+    out: Path,
+    config: Mapping[str, object],
+    tensors: Mapping[str, Array],
+    dtype: str = "",
+    geometry: Geometry | None = None,
+) -> Report:
+    """Write a PEFT folder with the other files of `folder`, such as its tokenizer.
+
+    Args:
+        dtype: F16, BF16 or F32; "" = that of all tensors of `folder`, or F32, which holds them all.
+    """
+    dtypes = {info.dtype for info in tensor_infos(folder / TENSOR_FILE)}
+    own = dtypes.pop() if len(dtypes) == 1 else "F32"
+    names = [name for name in file_names(folder) if name not in (CONFIG_FILE, TENSOR_FILE)]
+    with new_folder(out) as partial:
+        copy_files(folder, partial, names)
+        write_files(partial, config, tensors, dtype or own)
         return check_folder(partial, geometry)
 
 
