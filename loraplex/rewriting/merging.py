@@ -24,7 +24,14 @@ from loraplex.adapter_format.safetensors_header import TENSOR_FILE, TensorInfo
 from loraplex.adapter_format.serving_fields import EOS_FIELD, ROPE_FIELD
 from loraplex.adapter_format.tensor_names import PREFIX
 from loraplex.errors import InvalidAdapter, InvalidRequest
-from loraplex.rewriting.tensors import Array, Opened, open_adapter, write_adapter
+from loraplex.rewriting.tensors import (
+    Array,
+    Opened,
+    open_adapter,
+    rewrite_folder,
+    tensor_infos,
+    write_adapter,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +89,15 @@ def merge(
     if geometry is None:
         _check_one_base(folders, adapters)
     check_one_serving(folders, adapters)
-    return combine(adapters, [weight for _, weight in folders], out, recipe, geometry, dtype)
+    for adapter in adapters:
+        _check_mergeable(adapter)
+    terms = [
+        _Term(adapter, weight, _adapted(adapter))
+        for adapter, (_, weight) in zip(adapters, folders, strict=True)
+    ]
+    config, tensors = _combined(terms, recipe)
+    stored = dtype or _pair(next(iter(terms[0].modules.values())))[0].dtype
+    return write_adapter(out, config, tensors, stored, geometry)
 
 
 def without_initial(
@@ -91,42 +106,65 @@ def without_initial(
     """Convert an adapter whose initialisation moved a part of the base into it to a plain LoRA.
 
     PiSSA, OLoRA, CorDA and the like change the base to W - s B0 A0 before training. Relative to the
-    original base, the adapter is s (B A - B0 A0), a LoRA of twice the rank.
+    original base, the adapter is s (B A - B0 A0), a LoRA of twice the rank. A table that the
+    adapter's file contains is the changed one, so it stays, and A and B with it. Whatever else was
+    trained does not depend on the base and stays as well.
 
     Args:
         initial: the same adapter as it was saved before training.
+
+    Raises:
+        InvalidAdapter: a folder is not a valid adapter, or has LoRA on a parameter.
     """
-    adapters = [open_adapter(path, geometry, init_lora_weights=True) for path in (folder, initial)]
-    return combine(adapters, [1.0, -1.0], out, Recipe("cat"), geometry, dtype)
+    before = open_adapter(initial, geometry, init_lora_weights=True)
+    after = open_adapter(folder, geometry, init_lora_weights=True)
+    modules = _adapted(after)
+    moved = {
+        name: module
+        for name, module in _adapted(before).items()
+        if name not in modules or modules[name].base_copy is None
+    }
+    terms = [_Term(after, 1.0, modules), _Term(before, -1.0, moved)]
+    config, tensors = _combined(terms, Recipe("cat"))
+    pairs = {info.name for module in modules.values() for info in _pair(module)}
+    for info in tensor_infos(folder / TENSOR_FILE):
+        if info.name not in pairs:
+            tensors[info.name] = after.tensor(info)
+    return rewrite_folder(folder, out, config, tensors, dtype, geometry)
 
 
-def combine(
-    adapters: Sequence[Opened],
-    weights: Sequence[float],
-    out: Path,
-    recipe: Recipe,
-    geometry: Geometry | None = None,
-    dtype: str = "",
-) -> Report:
-    """The same as `merge`, for adapters that are already open."""
-    modules = [{m.name: m for m in adapter.report.modules} for adapter in adapters]
+@dataclass(frozen=True, slots=True)
+class _Term:
+    """One adapter of a sum."""
+
+    adapter: Opened
+    weight: float
+    modules: Mapping[str, AdapterModule]
+    """Its modules with LoRA matrices, by name."""
+
+
+def _adapted(adapter: Opened) -> dict[str, AdapterModule]:
+    return {module.name: module for module in adapter.report.modules if module.rank}
+
+
+def _combined(terms: Sequence[_Term], recipe: Recipe) -> tuple[dict[str, object], dict[str, Array]]:
+    """The config and the LoRA matrices of a sum of adapters."""
     tensors: dict[str, Array] = {}
     ranks: dict[str, int] = {}
-    stored = ""
-    for name in sorted({name for own in modules for name in own}):
+    for name in sorted({name for term in terms for name in term.modules}):
         sides = []
-        for index, (adapter, own) in enumerate(zip(adapters, modules, strict=True)):
-            if name in own:
-                a, b = _pair(own[name])
-                stored = stored or a.dtype
-                factor = weights[index] * own[name].scale
-                sides.append(_Side(adapter.tensor(a), adapter.tensor(b), factor, index))
-                a_name, b_name = a.name, b.name
-        merged_a, merged_b = _combined(name, sides, recipe, alone=len(adapters) == 1)
-        tensors[a_name], tensors[b_name] = merged_a, merged_b
+        for index, term in enumerate(terms):
+            if name in term.modules:
+                module = term.modules[name]
+                a, b = _pair(module)
+                factor = term.weight * module.scale
+                sides.append(_Side(term.adapter.tensor(a), term.adapter.tensor(b), factor, index))
+        merged_a, merged_b = _combined_pair(name, sides, recipe, alone=len(terms) == 1)
+        tensors[a.name], tensors[b.name] = merged_a, merged_b
         ranks[name] = merged_a.shape[0]
-    config = {**adapters[0].config, **_targets(adapters, ranks), **scaled_by_one(ranks)}
-    return write_adapter(out, config, tensors, dtype or stored, geometry)
+    adapters = [term.adapter for term in terms]
+    changed = {**_targets(adapters, ranks), **scaled_by_one(ranks)}
+    return {**adapters[0].config, **changed}, tensors
 
 
 def scaled_by_one(ranks: Mapping[str, int]) -> dict[str, object]:
@@ -148,19 +186,34 @@ def tensor_name(module: str, part: str) -> str:
     return f"{PREFIX}{module}.lora_{part}.weight"
 
 
+def _check_mergeable(adapter: Opened) -> None:
+    """Refuse an adapter that has more than LoRA matrices."""
+    for module in adapter.report.modules:
+        for part in ("magnitude", "lora_bias", "token_delta", "full", "base_copy", "bias"):
+            info = getattr(module, part)
+            if info is not None:
+                description = "cannot be merged: only LoRA matrices can, so leave this adapter out"
+                raise InvalidAdapter.field(f"{TENSOR_FILE}:{info.name}", part, description)
+
+
 def _pair(module: AdapterModule) -> tuple[TensorInfo, TensorInfo]:
-    """A and B of a module, which must have no other tensors."""
-    for part in ("magnitude", "lora_bias", "token_delta", "full", "base_copy", "bias"):
-        info = getattr(module, part)
-        if info is not None:
-            description = "cannot be merged: only LoRA matrices can, so leave this adapter out"
-            raise InvalidAdapter.field(f"{TENSOR_FILE}:{info.name}", part, description)
+    """A and B of a module.
+
+    Raises:
+        InvalidAdapter: its tensors hold all experts of a layer, or it has a bias that is scaled.
+    """
     a, b = module.a or module.embedding_a, module.b or module.embedding_b
     assert a is not None and b is not None, "validated as a pair"
+    if module.expert is not None:
+        description = "is LoRA on experts by target_parameters; leave this adapter out"
+        raise InvalidAdapter.field(f"{TENSOR_FILE}:{a.name}", list(a.shape), description)
+    if module.lora_bias is not None:
+        description = "cannot be converted: no adapter that changed its base has one"
+        raise InvalidAdapter.field(f"{TENSOR_FILE}:{module.lora_bias.name}", "", description)
     return a, b
 
 
-def _combined(
+def _combined_pair(
     name: str, sides: Sequence[_Side], recipe: Recipe, *, alone: bool
 ) -> tuple[Array, Array]:
     if recipe.method == "cat":

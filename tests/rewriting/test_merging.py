@@ -18,6 +18,7 @@ from tests.adapter_format.builders import (
     tensor_file,
     tiny_geometry,
 )
+from tests.adapter_format.test_experts import BOTH, sparse_adapter, sparse_geometry
 from tests.registry.house import CONFIG, TENSORS, adapter_files, write_folder
 
 
@@ -79,6 +80,13 @@ def test_tensors_other_than_lora_matrices_are_refused_by_name(tmp_path: Path) ->
     one = write_folder(tmp_path / "one", {CONFIG: dora.config, TENSORS: dora.tensors})
     with pytest.raises(InvalidAdapter, match="lora_magnitude_vector"):
         merge([(one, 1.0), (one, 1.0)], tmp_path / "out", Recipe())
+
+
+def test_lora_on_parameters_of_experts_is_refused_by_name(tmp_path: Path) -> None:
+    adapter = sparse_adapter(BOTH)
+    one = write_folder(tmp_path / "one", {CONFIG: adapter.config, TENSORS: adapter.tensors})
+    with pytest.raises(InvalidAdapter, match="on experts"):
+        merge([(one, 1.0), (one, 1.0)], tmp_path / "out", Recipe("cat"), sparse_geometry())
 
 
 def test_bad_densities_and_full_folders_are_refused(tmp_path: Path) -> None:
