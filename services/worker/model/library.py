@@ -29,6 +29,7 @@ from loraplex_services.worker.layers.library_modules import (
     attend,
     is_product,
 )
+from loraplex_services.worker.layers.library_routers import routers_noted
 from loraplex_services.worker.layers.operators import Operators
 from loraplex_services.worker.model.config_reader import eos_token_ids, read_json_object
 from loraplex_services.worker.model.library_decoder import (
@@ -72,13 +73,13 @@ def build_library_model(
         raise _refused("device", device.type, "models of the transformers library run on CPUs only")
     model, names = _load(folder, dtype)
     current = CurrentPass()
-    calls = _attention_calls(model, current)
+    calls, routers = _attention_calls(model, current)
     config = _model_config(model.config, folder, calls)
     maker = operators.attention_maker
     for call in calls:
         sinks = current.sinks.get(call.layer)
         current.backends[call.layer] = maker.layer(config, call.source, sinks, rotated=True)
-    decoder = LibrarySites(model, config, names, operators, current).decoder()
+    decoder = LibrarySites(model, config, names, routers, operators, current).decoder()
     with torch.inference_mode(), _odd_class_refused(model):
         _try(decoder, maker)
     return decoder
@@ -195,8 +196,10 @@ def _unwraps(classes: Any, wrapper: Any) -> bool:
 
 
 @torch.inference_mode()
-def _attention_calls(model: Any, current: CurrentPass) -> list[AttentionCall]:
-    """How each layer calls attention, determined by a pass over two tokens.
+def _attention_calls(
+    model: Any, current: CurrentPass
+) -> tuple[list[AttentionCall], set[nn.Module]]:
+    """How each layer calls attention, and the routers, determined by a pass over two tokens.
 
     Raises:
         Unsupported: not every layer does, or not all in the same way.
@@ -206,7 +209,11 @@ def _attention_calls(model: Any, current: CurrentPass) -> list[AttentionCall]:
             module.loraplex_pass = current
     ids, positions = torch.zeros(1, 2, dtype=torch.int64), torch.arange(2)[None]
     body = model.get_submodule(body_name(model))
-    with _odd_class_refused(model), _partial_rows_refused(body):
+    with (
+        _odd_class_refused(model),
+        _partial_rows_refused(body),
+        routers_noted(body, ids.numel()) as routers,
+    ):
         body(input_ids=ids, position_ids=positions, use_cache=False)
     num_layers = model.config.num_hidden_layers
     if sorted(current.calls) != list(range(num_layers)):
@@ -221,7 +228,7 @@ def _attention_calls(model: Any, current: CurrentPass) -> list[AttentionCall]:
         why = "has layers that read the keys of layers with another window"
         raise _refused(_MODEL_TYPE, model.config.model_type, why)
     _check_windows(model.config, calls)
-    return calls
+    return calls, routers
 
 
 @contextmanager

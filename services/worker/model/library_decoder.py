@@ -26,6 +26,7 @@ from loraplex_services.worker.layers.library_modules import (
     is_conv1d,
     is_product,
 )
+from loraplex_services.worker.layers.library_routers import SiteRouter
 from loraplex_services.worker.layers.lora_linear import LoraLinear
 from loraplex_services.worker.layers.moe import Expert, ExpertWeights
 from loraplex_services.worker.layers.operators import Operators
@@ -70,6 +71,7 @@ class LibrarySites:
     config: ModelConfig
     names: Collection[str]
     """The base's modules as its files name them."""
+    routers: Collection[nn.Module]
     operators: Operators
     current: CurrentPass
     of_head: CurrentPass = field(default_factory=CurrentPass)
@@ -91,6 +93,9 @@ class LibrarySites:
                 self.model.set_submodule(name, site)
             elif are_gated_experts(module, getattr(self.model.config, "hidden_act", None)):
                 self._experts(name, module)
+            elif module in self.routers:
+                site_id = self._site(name, DenseLinear(module.weight.data), LINEAR)
+                module.forward = SiteRouter(module.forward, site_id, self.current)
         if head is None:
             why = "has no linear head"
             raise Unsupported.field("config.json:model_type", self.config.model_type, why)
@@ -124,12 +129,17 @@ class LibrarySites:
     def _linear(self, name: str, module: Any, kind: str) -> LoraLinear:
         weight = module.weight.data
         base = self.operators.linear(weight.T.contiguous() if is_conv1d(module) else weight)
-        number = _layer_of(name) if kind == LINEAR else -1
-        site_id = self.table.add(number, kind, base.in_features, [(name, base.out_features)])
-        self.linears[site_id] = base
+        site_id = self._site(name, base, kind)
         if module.bias is not None:
             self.biases[site_id] = module.bias.data
         return LoraLinear(site_id, base, self.biases.get(site_id), self.operators.add_lora())
+
+    def _site(self, name: str, base: BaseLinear, kind: str) -> int:
+        number = _layer_of(name) if kind == LINEAR else -1
+        own = experts.base_name(name, self.names)
+        site_id = self.table.add(number, kind, base.in_features, [(own, base.out_features)])
+        self.linears[site_id] = base
+        return site_id
 
     def _experts(self, name: str, module: Any) -> None:
         """Give each expert of a layer two sites, if the files have a linear for each of its three

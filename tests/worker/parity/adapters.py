@@ -182,6 +182,8 @@ LIBRARY_FEATURES = (
     "added-tokens",
     "activated",
     "experts",
+    "experts-down",
+    "experts-all-linear",
     "expert-linears",
 )
 """Features that are proven on bases that run through the transformers library."""

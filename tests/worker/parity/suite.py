@@ -32,8 +32,8 @@ REFUSED = {
     "llama4": ("activated",),  # the same
     "llama4-dense": ("activated",),
     "minicpm3": ("activated",),
-    "gpt-oss": ("experts",),
-    "gemma4-all": ("experts", "expert-linears"),
+    "gpt-oss": ("experts", "experts-down"),
+    "gemma4-all": ("experts", "experts-down", "experts-all-linear", "expert-linears"),
     "hy-v3": ("expert-linears",),  # its files name shared experts in another way
 }
 """Features that PEFT cannot write for a base, or that are refused of it."""
