@@ -12,7 +12,7 @@ Source: peft, `tuners/lora/layer.py: ParamWrapper`, `tuners_utils._inject_parame
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from loraplex.adapter_format import tensor_names as parts
@@ -34,8 +34,6 @@ _FUSED = re.compile(r"(?P<container>.+\.experts)(?P<nesting>(\.base_layer)*)", r
 _LINEAR = re.compile(r"(?P<container>.+\.experts)\.(?P<index>\d+)\.(?P<name>\w+)", re.ASCII)
 _GATE_UP = "gate_up_proj"
 _DOWN_NAMES = frozenset(down for _, _, down in LINEARS)
-_SPELLINGS = ((".mlp.", ".block_sparse_moe."),)
-"""Names of modules in transformers, and their names in the files of some bases."""
 
 Tensors = dict[str, TensorInfo]
 
@@ -45,7 +43,7 @@ class FusedExperts:
     """One stacked parameter of one layer, and the adapter's tensors for it."""
 
     container: str
-    """Name of the container in the base's files, such as `model.layers.0.mlp.experts`."""
+    """Name of the container, such as `model.layers.0.mlp.experts`."""
     parameter: str
     """Full name in PEFT, against which patterns are matched."""
     tensors: Tensors
@@ -96,33 +94,16 @@ def is_fused_half(name: str) -> bool:
     return match is not None and match["name"] not in {*_DOWN_NAMES, _GATE_UP}
 
 
-def base_name(name: str, base: Container[str]) -> str:
-    """A module's name as the base's files spell it."""
-    for ours, theirs in _SPELLINGS:
-        respelt = name.replace(ours, theirs)
-        if name not in base and respelt in base:
-            return respelt
-    return name
-
-
-def peft_parameter(name: str) -> str:
-    """The name of a module's weight in transformers."""
-    for ours, theirs in _SPELLINGS:
-        name = name.replace(theirs, ours)
-    return f"{name}.weight"
-
-
 def parameter_part(name: str) -> tuple[str, str]:
     """The module that LoRA on the parameter of a base's linear makes, and the parameter's name
     in transformers, where all experts of a layer are one parameter."""
     match = _LINEAR.fullmatch(name)
     if match is None:
-        return name, peft_parameter(name)
+        return name, f"{name}.weight"
     container, parameter = match["container"], _GATE_UP
     if match["name"] in _DOWN_NAMES:
         parameter = "down_proj"
-    part = f"{container}.{match['index']}.{parameter}"
-    return part, peft_parameter(f"{container}.{parameter}").removesuffix(".weight")
+    return f"{container}.{match['index']}.{parameter}", f"{container}.{parameter}"
 
 
 def targets_parameter(config: AdapterConfig, parameter: str) -> bool:
@@ -172,11 +153,8 @@ def _fused(
     peft_name = f"{container}.{parameter}"
     if shapes is None:
         return FusedExperts(container, peft_name, tensors, *_implied(tensors))
-    for ours, theirs in (("", ""), *_SPELLINGS):
-        own = container.replace(ours, theirs) if ours else container
-        if (own, parameter) in shapes:
-            return FusedExperts(own, peft_name, tensors, *shapes[own, parameter])
-    return None
+    shape = shapes.get((container, parameter))
+    return None if shape is None else FusedExperts(container, peft_name, tensors, *shape)
 
 
 def _implied(tensors: Tensors) -> tuple[int, int, int]:

@@ -10,10 +10,8 @@ from loraplex.adapter_format import tensor_names as parts
 from loraplex.adapter_format.config import CONFIG_FILE, AdapterConfig
 from loraplex.adapter_format.experts import (
     FusedExperts,
-    base_name,
     is_expert,
     is_fused_half,
-    peft_parameter,
     take_fused,
     targets_parameter,
 )
@@ -84,7 +82,7 @@ def build_modules(
     try:
         ranks, alphas = pattern_map(config.rank_pattern), pattern_map(config.alpha_pattern)
         factors = _Factors(config, ranks, alphas)
-        by_module = _tensors_by_module(header, base, findings)
+        by_module = _tensors_by_module(header, findings)
         _drop_rows_of_tied_head(by_module, geometry, config)
         for fused in take_fused(by_module, base, config, findings):
             modules += _describe_fused(fused, factors, findings)
@@ -105,9 +103,7 @@ def build_modules(
     return tuple(sorted(modules, key=lambda module: module.name))
 
 
-def _tensors_by_module(
-    header: Header, base: Mapping[str, Module] | None, findings: Findings
-) -> dict[str, Tensors]:
+def _tensors_by_module(header: Header, findings: Findings) -> dict[str, Tensors]:
     result: dict[str, Tensors] = {}
     for info in header.tensors:
         try:
@@ -115,8 +111,7 @@ def _tensors_by_module(
         except BadTensorName as error:
             findings.refuse(_path(info), info.name, str(error))
             continue
-        module = name.module if base is None else base_name(name.module, base)
-        result.setdefault(module, {})[name.part] = info
+        result.setdefault(name.module, {})[name.part] = info
     return result
 
 
@@ -261,9 +256,9 @@ def _describe(found: ModuleParts, factors: _Factors, findings: Findings) -> Adap
         BadPattern: the patterns of the config take too long.
     """
     name, tensors = found.module.name, found.tensors
-    key = name
-    if targets_parameter(found.config, peft_parameter(name)):
-        key = peft_parameter(name)
+    key, weight = name, f"{name}.weight"
+    if targets_parameter(found.config, weight):
+        key = weight
     rank = factors.rank(key) if found.has_lora else 0
     found.check_shapes(rank, findings)
     return AdapterModule(

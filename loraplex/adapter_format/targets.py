@@ -9,7 +9,6 @@ from loraplex.adapter_format.experts import (
     ROUTERS,
     is_expert,
     parameter_part,
-    peft_parameter,
     targets_parameter,
 )
 from loraplex.adapter_format.findings import Findings
@@ -98,7 +97,7 @@ def _is_selected(
     base: Mapping[str, Module],
 ) -> bool:
     """True if target_modules or target_parameters select it, or an embedding that it is tied to."""
-    if module.expert is not None or targets_parameter(config, peft_parameter(module.name)):
+    if module.expert is not None or targets_parameter(config, f"{module.name}.weight"):
         return True
     if selector.selects(module.name, base.get(module.name)):
         return True
@@ -119,7 +118,7 @@ def _is_selected_twice(
     be: PEFT takes it as a parameter, since transformers 5 has no linear for it."""
     if module.expert is not None or module.name.endswith(ROUTERS):
         return False
-    is_parameter = targets_parameter(config, peft_parameter(module.name))
+    is_parameter = targets_parameter(config, f"{module.name}.weight")
     return is_parameter and selector.selects(module.name, base.get(module.name))
 
 
@@ -181,7 +180,7 @@ def _refuse_unselected(module: AdapterModule, findings: Findings) -> None:
 def _refuse_selected_twice(module: AdapterModule, findings: Findings) -> None:
     findings.refuse(
         f"{CONFIG_FILE}:target_parameters",
-        peft_parameter(module.name),
+        f"{module.name}.weight",
         f"is the weight of {module.name}, which target_modules selects as well; PEFT refuses both",
     )
 

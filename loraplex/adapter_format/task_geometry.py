@@ -6,9 +6,9 @@ The modules of a base have other names, or are others, under each class of trans
     SEQ_CLS             *ForSequenceClassification     model.layers.0...   score
     FEATURE_EXTRACTION  *Model                         layers.0...
 
-Multimodal classes have other names for the same modules (see `text_model`). Geometries are those of
-`CAUSAL_LM`. PEFT's rules look at names, so an adapter is checked under the names of its own class,
-and its modules are renamed afterwards.
+Multimodal classes, and some classes of transformers 5, have other names for the same modules (see
+`text_model`). Geometries are those of `CAUSAL_LM`. PEFT's rules look at names, so an adapter is
+checked under the names of its own class, and its modules are renamed afterwards.
 """
 
 from __future__ import annotations
@@ -16,30 +16,37 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
+from loraplex.adapter_format.config import AdapterConfig
 from loraplex.adapter_format.findings import Findings
 from loraplex.adapter_format.geometry import EMBEDDING, HEAD, LM_HEAD, Geometry, Module
 from loraplex.adapter_format.report import AdapterModule
 from loraplex.adapter_format.safetensors_header import TENSOR_FILE, Header, TensorInfo
 from loraplex.adapter_format.tasks import FEATURE_EXTRACTION, MAX_LABELS, SCORE, SEQ_CLS
 from loraplex.adapter_format.tensor_names import PREFIX
-from loraplex.adapter_format.text_model import PLAIN, WRAPPED, Spelling
+from loraplex.adapter_format.text_model import PLAIN, WRAPPED, Spelling, renamed_by
 
 _BARE = (Spelling("language_model."), PLAIN, Spelling(""))
 """Spellings of a model without a head, as PEFT has it with `FEATURE_EXTRACTION`."""
 
 
-def spelling_of(task: str, header: Header) -> Spelling:
-    """How the file writes the names of the text model's modules."""
+def spelling_of(config: AdapterConfig, header: Header, geometry: Geometry | None) -> Spelling:
+    """How an adapter writes the names of the text model's modules."""
     names = [info.name.removeprefix(PREFIX) for info in header.tensors]
-    spellings = (*WRAPPED, *(_BARE if task == FEATURE_EXTRACTION else (PLAIN,)))
+    spellings = (*WRAPPED, *(_BARE if config.task == FEATURE_EXTRACTION else (PLAIN,)))
     found = (s for s in spellings if any(name.startswith(s.body) for name in names))
-    return next(found, PLAIN)
+    names += [f".{name}" for name in config.target_parameters]
+    modules = [module.name for module in geometry.modules] if geometry else []
+    return replace(next(found, PLAIN), renamed=renamed_by(names, modules))
 
 
-def geometry_of_task(geometry: Geometry, task: str, header: Header, findings: Findings) -> Geometry:
-    """The base as the model class of the task has it, with the names that the file uses."""
-    spelling, modules = spelling_of(task, header), list(geometry.modules)
-    if task == SEQ_CLS or (task == FEATURE_EXTRACTION and spelling in _BARE and spelling != PLAIN):
+def geometry_of_task(
+    geometry: Geometry, config: AdapterConfig, header: Header, findings: Findings
+) -> Geometry:
+    """The base as the model class of the task has it, with the names that the adapter uses."""
+    spelling, task = spelling_of(config, header, geometry), config.task
+    modules = list(geometry.modules)
+    is_bare = spelling.body in {bare.body for bare in _BARE} - {PLAIN.body}
+    if task == SEQ_CLS or (task == FEATURE_EXTRACTION and is_bare):
         modules = [module for module in modules if module.kind != LM_HEAD]
     if task == SEQ_CLS:
         modules.append(_score(modules, header, findings))
@@ -65,11 +72,15 @@ def score_tensor(header: Header) -> TensorInfo | None:
 
 
 def in_base(
-    modules: Iterable[AdapterModule], task: str, header: Header
+    modules: Iterable[AdapterModule],
+    config: AdapterConfig,
+    header: Header,
+    geometry: Geometry | None,
 ) -> tuple[AdapterModule, ...]:
     """The modules under the names that they have in the base's geometry, ordered by them."""
-    spelling = spelling_of(task, header)
-    return tuple(replace(module, name=spelling.plain(module.name)) for module in modules)
+    spelling = spelling_of(config, header, geometry)
+    renamed = (replace(module, name=spelling.plain(module.name)) for module in modules)
+    return tuple(sorted(renamed, key=lambda module: module.name))
 
 
 def num_labels_of(modules: Iterable[AdapterModule], task: str) -> int:

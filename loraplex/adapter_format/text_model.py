@@ -12,7 +12,7 @@ Geometries and workers use the first spelling. Published bases and adapters come
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Container, Iterable, Mapping
 from dataclasses import dataclass
 
 from loraplex.errors import InvalidRequest, Unsupported
@@ -92,6 +92,17 @@ _TOWERS = frozenset(
 """Parts of module names that only the other parts of a multimodal model have."""
 
 
+RENAMED = (
+    (".mlp.router.", ".block_sparse_moe.gate."),
+    (".mlp.gate.", ".mlp.router.gate."),
+    (".mlp.shared_experts.", ".mlp.shared_mlp."),
+    (".mlp.", ".block_sparse_moe."),
+    (".block_sparse_moe.router.", ".block_sparse_moe.router.layer."),
+)
+"""Names of modules in transformers 5, and their names in the files of some bases; of several that
+fit, the first."""
+
+
 @dataclass(frozen=True, slots=True)
 class Spelling:
     """How a file writes the names of the text model's modules."""
@@ -100,18 +111,49 @@ class Spelling:
     """Prefix of what is `model.` in the text model alone."""
     head: str = ""
     """Prefix of `lm_head`."""
+    renamed: tuple[tuple[str, str], ...] = ()
+    """Those of `RENAMED` that it has."""
 
     def of(self, name: str) -> str:
         """A module's name in this spelling."""
+        name = _replaced(name, [(old, new) for new, old in self.renamed])
         if name.startswith(PLAIN.body):
             return self.body + name.removeprefix(PLAIN.body)
         return self.head + name if name == "lm_head" else name
 
     def plain(self, name: str) -> str:
         """The plain name of a module, or of a tensor of one, in this spelling."""
+        name = _replaced(name, self.renamed)
         if name.startswith(self.body):
             return PLAIN.body + name.removeprefix(self.body)
         return name.removeprefix(self.head) if name.startswith(f"{self.head}lm_head") else name
+
+
+def _replaced(name: str, pairs: Iterable[tuple[str, str]]) -> str:
+    """A module's name with the first part that is found replaced."""
+    ended = f"{name}."
+    for old, new in pairs:
+        if old in ended:
+            return ended.replace(old, new)[:-1]
+    return name
+
+
+def name_in_files(name: str, base: Container[str]) -> str:
+    """A module's name as the base's files spell it, by its name in transformers 5."""
+    spelled = (name, *(_replaced(name, [pair]) for pair in RENAMED))
+    return next((own for own in spelled if own in base), name)
+
+
+def renamed_by(tensors: Collection[str], base: Collection[str]) -> tuple[tuple[str, str], ...]:
+    """Those of `RENAMED` with which the names of an adapter's tensors differ from those of the
+    base's modules."""
+    return tuple(
+        (new, old)
+        for new, old in RENAMED
+        if any(new in name and old not in name for name in tensors)
+        and any(old in f"{name}." for name in base)
+        and not any(new in f"{name}." and old not in f"{name}." for name in base)
+    )
 
 
 FURTHER_TOKENS = "mtp."

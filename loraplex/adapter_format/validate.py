@@ -68,14 +68,13 @@ def validate(
     findings.raise_if_refused()
     assert config is not None and header is not None, "refused above"
     findings.warnings.extend(config.warnings)
-    if geometry is not None:
-        geometry = geometry_of_task(geometry, config.task, header, findings)
-    modules = build_modules(config, header, geometry, max_rank, findings)
-    check_targets(config, modules, geometry, findings, allow_missing=allow_missing)
-    if geometry is not None:
-        modules = _check_vocabulary(config, modules, geometry, files, findings)
-        check_rope_scaling(config.rope_scaling, geometry.rotary_pairs, findings)
-    modules = in_base(modules, config.task, header)
+    own = None if geometry is None else geometry_of_task(geometry, config, header, findings)
+    modules = build_modules(config, header, own, max_rank, findings)
+    check_targets(config, modules, own, findings, allow_missing=allow_missing)
+    if own is not None:
+        modules = _check_vocabulary(config, modules, own, files, findings)
+        check_rope_scaling(config.rope_scaling, own.rotary_pairs, findings)
+    modules = in_base(modules, config, header, geometry)
     num_labels = num_labels_of(modules, config.task)
     check_labels(config.pooling, num_labels, findings, CONFIG_FILE)
     if findings.misfits and base_names:

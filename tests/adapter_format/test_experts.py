@@ -23,7 +23,8 @@ def sparse_geometry() -> Geometry:
         for index in range(NUM_EXPERTS)
         for name, features in (("w1", (HIDDEN, WIDTH)), ("w2", (WIDTH, HIDDEN)))
     ]
-    return replace(plain, modules=(*plain.modules, *experts))
+    attention = [module for module in plain.modules if ".mlp." not in module.name]
+    return replace(plain, modules=(*attention, *experts))
 
 
 def sparse_adapter(parameters: list[str], **tensors: Tensor) -> Adapter:
@@ -76,7 +77,7 @@ def test_parameters_without_tensors_are_refused_unless_they_are_allowed() -> Non
         adapter.validate(sparse_geometry())
     (violation,) = caught.value.violations
     assert violation.value == f"{2 * NUM_EXPERTS + 2} of {2 * NUM_EXPERTS + 6} modules"
-    assert f"{BASE_CONTAINER}.0.gate_up_proj" in violation.description
+    assert "model.layers.0.mlp.experts.0.gate_up_proj" in violation.description
     (warning,) = adapter.validate(sparse_geometry(), allow_missing=True).warnings
     assert warning.value == violation.value
 
@@ -119,6 +120,40 @@ def test_a_router_that_two_fields_select_is_taken_as_a_parameter(targets: object
     geometry = replace(plain, modules=(*plain.modules, router))
     report = adapter.with_tensors(pair).validate(geometry, allow_missing=True)
     assert router.name in {module.name for module in report.modules if module.rank}
+
+
+@pytest.mark.parametrize(
+    ("own", "in_files"),
+    [
+        ("mlp.shared_experts.up_proj", "mlp.shared_mlp.up_proj"),
+        ("mlp.gate", "mlp.router.gate"),
+        ("mlp.gate", "block_sparse_moe.gate"),
+        ("mlp.router", "block_sparse_moe.gate"),
+        ("block_sparse_moe.router", "block_sparse_moe.router.layer"),
+        ("mlp.router.gate", "mlp.router.gate"),
+        ("block_sparse_moe.gate", "block_sparse_moe.gate"),
+    ],
+)
+def test_a_module_may_have_the_name_of_transformers_5_or_that_of_the_files(
+    own: str, in_files: str
+) -> None:
+    """PEFT's `all-linear` writes complete names to the config."""
+    name = f"model.layers.0.{own}"
+    plain = tiny_geometry()
+    attention = [module for module in plain.modules if ".mlp." not in module.name]
+    module = Module(f"model.layers.0.{in_files}", "linear", HIDDEN, WIDTH, False)
+    geometry = replace(plain, modules=(*attention, module))
+    adapter = Adapter().with_tensors(
+        {
+            f"{PREFIX}{name}.lora_A.weight": Tensor("F32", (7, HIDDEN)),
+            f"{PREFIX}{name}.lora_B.weight": Tensor("F32", (WIDTH, 7)),
+        }
+    )
+    adapter = adapter.with_config(
+        target_modules=["q_proj", "v_proj", name], rank_pattern={own: 7}, alpha_pattern={own: 14}
+    )
+    found = {m.name: m for m in adapter.validate(geometry, strict=True).modules}
+    assert (found[module.name].rank, found[module.name].scale) == (7, 2.0)
 
 
 @pytest.mark.parametrize("parameter", ["gate_up_proj", "down_proj"])

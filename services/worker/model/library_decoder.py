@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from loraplex.adapter_format import experts
+from loraplex.adapter_format.text_model import name_in_files
 from loraplex.errors import Unsupported
 from loraplex_services.worker.layers.embedding import LoraEmbedding, TokenTable
 from loraplex_services.worker.layers.forward_batch import ForwardBatch
@@ -136,8 +137,8 @@ class LibrarySites:
 
     def _site(self, name: str, base: BaseLinear, kind: str) -> int:
         number = _layer_of(name) if kind == LINEAR else -1
-        own = experts.base_name(name, self.names)
-        site_id = self.table.add(number, kind, base.in_features, [(own, base.out_features)])
+        module = name_in_files(name, self.names), base.out_features
+        site_id = self.table.add(number, kind, base.in_features, [module])
         self.linears[site_id] = base
         return site_id
 
@@ -145,7 +146,7 @@ class LibrarySites:
         """Give each expert of a layer two sites, if the files have a linear for each of its three
         projections."""
         for own in experts.LINEARS:
-            first = experts.base_name(f"{name}.0.{own[0]}", self.names)
+            first = name_in_files(f"{name}.0.{own[0]}", self.names)
             if first in self.names:
                 break
         else:

@@ -196,7 +196,11 @@ EXPERT_FAMILIES = (
     "minimax_m2", "mixtral", "olmoe", "phimoe", "qwen2_moe", "qwen3_moe", "qwen3_5_moe",
     "qwen3_next", "solar_open",
 )  # fmt: skip
-ROUTERS = {"gpt_oss": "router.weight", "gemma4_text": "router.proj.weight"}
+ROUTERS = {
+    "gpt_oss": "router.weight",
+    "gemma4_text": "router.proj.weight",
+    "phimoe": "router.weight",
+}
 """Where it is not `gate.weight`."""
 
 

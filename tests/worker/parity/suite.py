@@ -34,7 +34,7 @@ REFUSED = {
     "minicpm3": ("activated",),
     "gpt-oss": ("experts", "experts-down"),
     "gemma4-all": ("experts", "experts-down", "experts-all-linear", "expert-linears"),
-    "hy-v3": ("expert-linears",),  # its files name shared experts in another way
+    "phimoe": ("experts-all-linear",),  # PEFT takes its router, which returns a tuple, for a linear
 }
 """Features that PEFT cannot write for a base, or that are refused of it."""
 NamedJob = tuple[str | None, Job]
