@@ -142,7 +142,8 @@ COUNTS = {
     "MAX_RUNNING": "sequences that one gateway relays at a time; further requests wait",
     "MAX_QUEUED": "requests that wait at one gateway; further ones are refused with status 429",
     "MAX_TOKEN_IDS_PER_FIELD": "distinct ids in each of `stop_token_ids`, `allowed_token_ids`, "
-    "`bad_token_ids` and `logit_bias`, and tokens of all `bad_words` together",
+    "`bad_token_ids` and `logit_bias`, tokens of all `bad_words` together, and tokens that an "
+    "adapter adds to a base under a grammar",
     "MAX_CANDIDATES": "candidates of one token of a prompt (`prompt_logprobs`)",
     "MAX_PROMPT_LOGPROBS": "logprobs of the tokens of one prompt: tokens, times candidates and "
     "one, times `n`",

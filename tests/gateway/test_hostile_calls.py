@@ -13,6 +13,7 @@ import grpc
 import openai
 import pytest
 
+from loraplex.adapter_format.added_tokens import AddedToken
 from loraplex.api.error_wire import from_rpc_error
 from loraplex.api.request import WorkerRequest
 from loraplex.api.sampling import Sampling, SamplingParams
@@ -26,10 +27,12 @@ from loraplex_services.common.limits import (
 )
 from loraplex_services.gateway.pipeline.sampling import resolve
 from loraplex_services.gateway.request import ServedModel, WorkerJob
+from loraplex_services.gateway.text.template_pool import TemplatePool
 from loraplex_services.gateway.text.tokenizer import BaseTokenizer
 from loraplex_services.gateway.workers.session import MAX_JOB_BYTES, WorkerSession
 from loraplex_services.gateway.workers.token_stream import WakeupPacer
 from tests.gateway.conftest import Stack
+from tests.gateway.tiny_tokenizer import PAD_ID, tokenizer_files
 
 pytestmark = pytest.mark.hostile
 
@@ -204,6 +207,32 @@ def test_bad_words_of_many_tokens_are_refused_before_each_choice_carries_them() 
     assert resolved(MAX_TOKEN_IDS_PER_FIELD // 128) == 32
     with pytest.raises(InvalidRequest, match="bad_words"):
         resolved(MAX_TOKEN_IDS_PER_FIELD // 128 + 1)
+
+
+async def test_output_is_not_constrained_with_thousands_of_tokens_of_an_adapter(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await stack.start()
+    stack.registry.put("many", 1)
+    client = stack.openai()
+
+    async def complete(num_tokens: int, **more: Any) -> None:
+        base = BaseTokenizer(tokenizer_files(), TemplatePool())
+        made = base.with_tokens(
+            [AddedToken(PAD_ID + 1 + i, f"<{i:04}>") for i in range(num_tokens)]
+        )
+
+        async def tokenizer(*_: Any) -> BaseTokenizer:
+            return made
+
+        monkeypatch.setattr(stack.running._adapter_text, "tokenizer", tokenizer)
+        await client.completions.create(model="many", prompt="x", extra_body=more)
+
+    await complete(MAX_TOKEN_IDS_PER_FIELD, guided_choice=["a"])
+    await complete(MAX_TOKEN_IDS_PER_FIELD + 1)
+    with pytest.raises(openai.BadRequestError, match="adds 4097 tokens") as caught:
+        await complete(MAX_TOKEN_IDS_PER_FIELD + 1, guided_choice=["a"])
+    assert caught.value.param == "guided_choice"
 
 
 async def test_malformed_logit_bias_is_a_bad_request(stack: Stack) -> None:

@@ -8,7 +8,6 @@ import secrets
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
 
-from loraplex.adapter_format.added_tokens import AddedToken
 from loraplex.api.output import FinishReason, Usage
 from loraplex.api.pooling import Pooling
 from loraplex.api.request import ChatPrompt
@@ -36,7 +35,7 @@ from loraplex_services.gateway.pipeline.live import LiveRequests, check_update_p
 from loraplex_services.gateway.pipeline.mirror import Mirrors, draining
 from loraplex_services.gateway.pipeline.pooling import choose_pooling, scored_ids
 from loraplex_services.gateway.pipeline.prepared import PreparedRequest, scaled
-from loraplex_services.gateway.pipeline.sampling import resolve
+from loraplex_services.gateway.pipeline.sampling import check_grammar_tokens, resolve
 from loraplex_services.gateway.pipeline.spans import end_refused, end_span
 from loraplex_services.gateway.pipeline.usage import UsageCounter, outcome_of
 from loraplex_services.gateway.registry.resolve import Resolver
@@ -145,6 +144,8 @@ class Generation:
             draw_seed=self._draw_seed,
         )
         check_experts(call, model, len(prompt_ids), resolved.num_choices)
+        grammar_tokens = _grammar_tokens(target, tokenizer.added_texts)
+        check_grammar_tokens(call.sampling.grammar, grammar_tokens)
         target = scaled(target, resolved.scale)
         timeout_s = min(call.timeout_s or self._max_request_s, self._max_request_s)
         return PreparedRequest(
@@ -160,7 +161,7 @@ class Generation:
             first_token_due_s=_first_token_due_s(call, arrival_s),
             limits=limits,
             pooling=pooling,
-            grammar_tokens=_grammar_tokens(target, tokenizer.added),
+            grammar_tokens=grammar_tokens,
             usage=Usage(),
             labels={adapter.digest: adapter.label for adapter in target.adapters},
             span=span,
@@ -274,9 +275,8 @@ def _count(usage: Usage, text_delta: TextDelta) -> None:
     usage.cached_tokens = max(usage.cached_tokens, text_delta.cached_tokens)
 
 
-def _grammar_tokens(target: Target, added: tuple[AddedToken, ...]) -> GrammarTokens:
+def _grammar_tokens(target: Target, added_texts: tuple[tuple[int, str], ...]) -> GrammarTokens:
     """How the adapter's tokens differ from the base's, which constrained output depends on."""
     if len(target.adapters) != 1:
         return GrammarTokens()
-    texts = tuple((token.token_id, token.content) for token in added if not token.special)
-    return GrammarTokens(texts, target.adapters[0].eos_token_ids)
+    return GrammarTokens(added_texts, target.adapters[0].eos_token_ids)

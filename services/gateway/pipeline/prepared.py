@@ -12,7 +12,11 @@ from loraplex.api.sampling import Grammar, GrammarTokens
 from loraplex.api.tenants import TenantLimits
 from loraplex_services.common.telemetry.tracing import Span
 from loraplex_services.gateway.admission.request import AdmissionRequest
-from loraplex_services.gateway.pipeline.sampling import ResolvedSampling, check_grammar
+from loraplex_services.gateway.pipeline.sampling import (
+    ResolvedSampling,
+    check_grammar,
+    check_grammar_tokens,
+)
 from loraplex_services.gateway.request import (
     GenerateCall,
     RunningAdapter,
@@ -91,8 +95,10 @@ class PreparedRequest:
         return None if token_id is None or token_id >= self.base.vocab_size else token_id
 
     def kept_to(self, grammar: Grammar | None) -> PreparedRequest:
-        """A copy of the request with another grammar. Raises: InvalidRequest if it is too large."""
+        """A copy of the request with another grammar. Raises: InvalidRequest if it is too large,
+        Unsupported if the adapter adds too many tokens."""
         check_grammar(grammar)
+        check_grammar_tokens(grammar, self.grammar_tokens)
         sampling = replace(self.call.sampling, grammar=grammar)
         return replace(self, call=replace(self.call, sampling=sampling))
 

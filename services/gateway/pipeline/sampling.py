@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from loraplex.api.sampling import RANGES, Grammar, Range, Sampling, SamplingParams
-from loraplex.errors import InvalidRequest
+from loraplex.api.sampling import RANGES, Grammar, GrammarTokens, Range, Sampling, SamplingParams
+from loraplex.errors import InvalidRequest, Unsupported
 from loraplex_services.common.limits import (
     MAX_BAD_WORD_CHARS,
     MAX_BAD_WORDS,
@@ -123,6 +123,19 @@ def check_grammar(grammar: Grammar | None) -> None:
             grammar.form,
             f"it has {num_chars} characters; send at most {MAX_GRAMMAR_CHARS}",
         )
+
+
+def check_grammar_tokens(grammar: Grammar | None, tokens: GrammarTokens) -> None:
+    """Limit the tokens of an adapter under a grammar: each choice of a request carries them all,
+    and looks at them in every step. Raises: Unsupported.
+    """
+    num_tokens = len(tokens.added)
+    if grammar is not None and num_tokens > MAX_TOKEN_IDS_PER_FIELD:
+        why = (
+            f"the adapter adds {num_tokens} tokens, and output is constrained with at most "
+            f"{MAX_TOKEN_IDS_PER_FIELD}; send the request without a grammar"
+        )
+        raise Unsupported.field("grammar", grammar.form, why)
 
 
 def check_bad_words(words: Sequence[str]) -> None:

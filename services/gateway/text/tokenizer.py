@@ -59,8 +59,8 @@ class BaseTokenizer:
         """Approximate size, without the parts shared with the tokenizer it was made from."""
         self.sha256 = {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}
         self.tokens = TokenBytes(self._tokenizer)
-        self.added: tuple[AddedToken, ...] = ()
-        """Tokens beyond the base's."""
+        self.added_texts: tuple[tuple[int, str], ...] = ()
+        """Ids and texts of the tokens beyond the base's that are not special."""
         self.style = detected(self._chat.template if self._chat else "")
 
     @property
@@ -78,7 +78,7 @@ class BaseTokenizer:
         made = copy.copy(self)
         made._tokenizer = _sharing(self._tokenizer)
         _add(made._tokenizer, dict(sorted(tokens.items())))
-        made.added = tuple(added)
+        made.added_texts = tuple((t.token_id, t.content) for t in added if not t.special)
         num_text_bytes = sum(len(token.content.encode()) for token in added)
         made.num_own_bytes = _TOKEN_BYTES * len(tokens) + _TEXT_FACTOR * num_text_bytes
         made.tokens = TokenBytes(made._tokenizer)
@@ -208,7 +208,7 @@ class IdsOnly:
         empty = Tokenizer(models.WordLevel({}, unk_token=""))
         empty.decoder = decoders.ByteLevel()
         self.tokens = TokenBytes(empty)
-        self.added: tuple[AddedToken, ...] = ()
+        self.added_texts: tuple[tuple[int, str], ...] = ()
         self.style = ChatStyle()
         self.info: Mapping[str, str] = {}
         self.can_chat = False

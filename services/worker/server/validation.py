@@ -15,7 +15,12 @@ from loraplex.api.sampling import RANGES, GrammarTokens, SamplingParams
 from loraplex.errors import InvalidRequest
 from loraplex.refs import check_digest
 from loraplex.units import counted
-from loraplex_services.common.limits import MAX_BAD_WORD_CHARS, MAX_BAD_WORDS, MAX_CANDIDATES
+from loraplex_services.common.limits import (
+    MAX_BAD_WORD_CHARS,
+    MAX_BAD_WORDS,
+    MAX_CANDIDATES,
+    MAX_TOKEN_IDS_PER_FIELD,
+)
 
 NO_EXPERTS = "this base has no experts that it could name; leave the field out"
 
@@ -74,10 +79,10 @@ def check_request(request: WorkerRequest, limits: IntakeLimits) -> None:
 
 
 def _check_grammar_tokens(tokens: GrammarTokens, limits: IntakeLimits) -> None:
-    if len(tokens.added) > MAX_ADDED_TOKENS or any(
+    if len(tokens.added) > MAX_TOKEN_IDS_PER_FIELD or any(
         not 0 < len(text) <= MAX_TOKEN_CHARS for _, text in tokens.added
     ):
-        why = f"at most {MAX_ADDED_TOKENS} tokens of 1 to {MAX_TOKEN_CHARS} characters"
+        why = f"at most {MAX_TOKEN_IDS_PER_FIELD} tokens of 1 to {MAX_TOKEN_CHARS} characters"
         _refuse("grammar_tokens", f"{len(tokens.added)} tokens", why)
     _check_ids("grammar_tokens", [token_id for token_id, _ in tokens.added], limits)
     _check_ids("grammar_eos_ids", tokens.eos_ids, limits)
