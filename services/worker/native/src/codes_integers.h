@@ -12,7 +12,7 @@ namespace lpx {
 // Rows of 16-bit integers with a factor for each block: those that codes_digits.h writes as two digits, so both have
 // the same bits.
 struct IntegerRows {
-    static constexpr int kMaxRows = 4;
+    static constexpr int kMaxRows = 6;
     static constexpr float kLargest = 32639.0f;
     int16_t* integers;  // [row][row_items]
     float* factors;     // [row][block]
@@ -58,28 +58,33 @@ struct IntegerRows {
     }
 
 private:
-    // V vectors of outputs, from output `kFirst` of the panel on.
+    // V vectors of outputs, from output `kFirst` of the panel on. Not inlined, because GCC 12 then keeps the sums in
+    // memory.
     template <int R, int V, Code Kind, int kFirst, bool kHasZeros>
-    void add_part(const Block<Kind>& block, int64_t row, float* totals) const {
+    [[gnu::noinline]] void add_part(const Block<Kind>& block, int64_t row, float* totals) const {
         __m256i products[R][V];
-#pragma GCC unroll 4
+#pragma GCC unroll 6
         for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 4
             for (int v = 0; v < V; ++v) products[r][v] = _mm256_setzero_si256();
         }
         const int16_t* in = integers + row * row_items + block.first;
-        const uint8_t* codes = block.codes;
-        const int64_t num_quads = ceil_div(block.num_inputs, kQuad);
-        for (int64_t quad = 0; quad < num_quads; ++quad, codes += block.kQuadBytes, in += kQuad) {
-            if (kFirst == 0) prefetch_after<Kind>(codes);
+        const uint8_t* quad = block.codes;
+        const uint8_t* const end = quad + ceil_div(block.num_inputs, kQuad) * block.kQuadBytes;
+        for (; quad < end; quad += block.kQuadBytes) {
+            if (kFirst == 0) prefetch_after<Kind>(quad);
+#pragma GCC unroll 2
+            for (int pair = 0; pair < 2; ++pair, in += 2) {
+                // Sums of many rows leave no registers for codes that the next pair reads again.
+                if (R > 4) asm("" : "+r"(quad));
+                __m256i codes[V];
 #pragma GCC unroll 4
-            for (int v = 0; v < V; ++v) {
-                __m256i first, second;  // the codes for two inputs each
-                read<Kind>(codes, kFirst + v * kLanes, first, second);
-#pragma GCC unroll 4
+                for (int v = 0; v < V; ++v) codes[v] = read<Kind>(quad, kFirst + v * kLanes, pair);
+#pragma GCC unroll 6
                 for (int r = 0; r < R; ++r) {
-                    add_products(products[r][v], broadcast_integers(in + r * row_items), first);
-                    add_products(products[r][v], broadcast_integers(in + r * row_items + 2), second);
+                    const __m256i input = broadcast_integers(in + r * row_items);
+#pragma GCC unroll 4
+                    for (int v = 0; v < V; ++v) add_products(products[r][v], input, codes[v]);
                 }
             }
         }
@@ -87,7 +92,7 @@ private:
         for (int v = 0; v < V; ++v) {
             const int first = kFirst + v * kLanes;
             const Vec scale = load(block.scales + first), zero = load(block.zeros + first);
-#pragma GCC unroll 4
+#pragma GCC unroll 6
             for (int r = 0; r < R; ++r) {
                 const int64_t at = (row + r) * num_blocks + block.index;
                 __m256i product = products[r][v];
@@ -100,17 +105,15 @@ private:
         }
     }
 
-    // The codes of eight outputs, from `output` of the panel on, for the first two and the last two inputs of a quad
-    // (see `byte_of`).
+    // The codes of eight outputs, from `output` of the panel on, for the first two inputs of a quad (pair 0) or for the
+    // last two (see `byte_of`).
     template <Code Kind>
-    [[gnu::always_inline]] static void read(const uint8_t* quad, int output, __m256i& first, __m256i& second) {
+    [[gnu::always_inline]] static __m256i read(const uint8_t* quad, int output, int pair) {
         constexpr int kBits = bits_of(Kind);
         const uint8_t* from = quad + (kBits == 8 ? output : output % 16) * kQuad;
-        const int shift = kBits == 4 && output >= 16 ? 4 : 0;
+        const int shift = pair * 8 + (kBits == 4 && output >= 16 ? 4 : 0);
         const __m256i raw = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
-        const __m256i mask = _mm256_set1_epi16((1 << kBits) - 1);
-        first = _mm256_and_si256(_mm256_srli_epi16(raw, shift), mask);
-        second = _mm256_and_si256(_mm256_srli_epi16(raw, shift + 8), mask);
+        return _mm256_and_si256(_mm256_srli_epi16(raw, shift), _mm256_set1_epi16((1 << kBits) - 1));
     }
 
     // Writes a block of n inputs, and zeros to the end of a vector. Returns the sum of the integers.
