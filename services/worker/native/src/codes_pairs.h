@@ -19,7 +19,7 @@ constexpr float pair_zero_of(Code kind) {
 
 // Of two vectors of outputs from `first` on.
 template <Code Kind>
-inline void decode_pairs(const uint8_t* quad, int first, QuadPairs& pairs) {
+[[gnu::always_inline]] inline void decode_pairs(const uint8_t* quad, int first, QuadPairs& pairs) {
 #pragma GCC unroll 4
     for (int i = 0; i < 4; ++i) {
         const auto value = [&](int j) {
@@ -132,6 +132,7 @@ private:
         Vec own[Sums][R][2];
 #pragma GCC unroll 12
         for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 2
             for (int s = 0; s < Sums; ++s) own[s][r][0] = own[s][r][1] = lpx::zero();
         }
         const bf16* in = x + row * ldx + block.first;
@@ -152,9 +153,11 @@ private:
                 }
             }
         }
+#pragma GCC unroll 2
         for (int v = 0; v < 2; ++v) {
             const Vec scale = load(block.scales + first + v * kLanes);
             const Vec zero = sub(set1(kZero), load(block.zeros + first + v * kLanes));
+#pragma GCC unroll 12
             for (int r = 0; r < R; ++r) {
                 Vec sum = own[0][r][v];
                 if (Sums == 2) sum = lpx::add(sum, own[Sums - 1][r][v]);

@@ -14,6 +14,7 @@ template <int X, class Left>
 inline void expand_columns(float* y, int64_t ldy, const bf16* b, int64_t num_b, int64_t ldb,
                            const float (&factors)[X][kTileRows], Left left) {
     Vec sums[2][X][2];  // of even and odd rows of B
+#pragma GCC unroll 16
     for (int i = 0; i < 4 * X; ++i) sums[i % 2][i / 4][i / 2 % 2] = zero();
     const auto add_row = [&](int parity, int64_t r, Pairs row) {
         const __m512i items = (__m512i)row.v;
@@ -42,6 +43,7 @@ inline void expand_columns(float* y, int64_t ldy, const bf16* b, int64_t num_b, 
     }
     const __m512i first = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
     const __m512i last = _mm512_add_epi32(first, _mm512_set1_epi32(4 * 2));
+#pragma GCC unroll 4
     for (int i = 0; i < X; ++i) {
         const Vec even = add(sums[0][i][0], sums[1][i][0]);
         const Vec odd = add(sums[0][i][1], sums[1][i][1]);

@@ -145,6 +145,7 @@ int64_t time_steps(const F& step) {
         return int64_t(t.tv_sec) * 1000000000 + t.tv_nsec;
     };
     Vec sums[12];
+#pragma GCC unroll 12
     for (Vec& s : sums) s = zero();
     int64_t least = INT64_MAX;
     for (int i = 0; i < 8; ++i) {
