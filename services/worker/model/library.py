@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from loraplex.adapter_format.geometry import geometry_from_folder
+from loraplex.adapter_format.quantisation import read_quantisation
 from loraplex.errors import InvalidRequest, LoraplexError, Unsupported
 from loraplex_services.worker.layers.forward_batch import ForwardBatch
 from loraplex_services.worker.layers.library_falcon import add_falcon_attention
@@ -37,6 +38,7 @@ from loraplex_services.worker.model.library_decoder import (
     LibrarySites,
     body_name,
 )
+from loraplex_services.worker.model.library_weights import dequantised
 from loraplex_services.worker.ops.attention.backend import AttentionMaker
 from loraplex_services.worker.ops.lora.worklist import LoraBatch
 from loraplex_services.worker.types.model_config import KvHeads, ModelConfig
@@ -61,9 +63,16 @@ _NOT_EXPECTED = (
 
 
 def build_library_model(
-    folder: Path, dtype: torch.dtype, device: torch.device, operators: Operators
+    folder: Path,
+    dtype: torch.dtype,
+    device: torch.device,
+    operators: Operators,
+    free_bytes: int,
 ) -> LibraryDecoder:
     """Load a base with the transformers library.
+
+    Args:
+        free_bytes: memory that a quantised base may take, because it is dequantised.
 
     Raises:
         Unsupported: the library is missing, or the model cannot be run through it.
@@ -71,7 +80,7 @@ def build_library_model(
     """
     if device.type != "cpu":
         raise _refused("device", device.type, "models of the transformers library run on CPUs only")
-    model, names = _load(folder, dtype)
+    model, names = _load(folder, dtype, free_bytes)
     current = CurrentPass()
     calls, routers = _attention_calls(model, current)
     config = _model_config(model.config, folder, calls)
@@ -101,7 +110,7 @@ def _refused(field_name: str, value: object, why: str) -> Unsupported:
     return Unsupported.field(field_name, value, why)
 
 
-def _load(folder: Path, dtype: torch.dtype) -> tuple[Any, frozenset[str]]:
+def _load(folder: Path, dtype: torch.dtype, free_bytes: int) -> tuple[Any, frozenset[str]]:
     """The model, and its modules' names in the files."""
     try:
         import transformers
@@ -117,18 +126,26 @@ def _load(folder: Path, dtype: torch.dtype) -> tuple[Any, frozenset[str]]:
     library.utils.logging.disable_progress_bar()
     try:
         config = library.AutoConfig.from_pretrained(folder, trust_remote_code=False)
-        _check_config(config, library.MODEL_FOR_CAUSAL_LM_MAPPING)
+        classes = library.MODEL_FOR_CAUSAL_LM_MAPPING
+        _check_config(config, classes)
+        quantisation = read_quantisation(read_json_object(folder / "config.json"))
         geometry = geometry_from_folder(folder)  # names a file that is missing or damaged
-        model, loading = library.AutoModelForCausalLM.from_pretrained(
-            folder,
+        read = partial(
+            classes[type(config)].from_pretrained,
+            config=config.get_text_config(),
             dtype=dtype,
             attn_implementation=ATTENTION,
-            trust_remote_code=False,
             local_files_only=True,
             use_safetensors=True,
             ignore_mismatched_sizes=True,
             output_loading_info=True,
         )
+        if quantisation is None:
+            model, loading = read(folder)
+        else:
+            del config.quantization_config
+            with dequantised(folder, geometry, quantisation, dtype, free_bytes) as tensors:
+                model, loading = read(None, state_dict=tensors)
     except LoraplexError:
         raise
     except Exception as error:  # whatever its many classes raise
@@ -159,11 +176,10 @@ def _check_tied(model: Any) -> None:
 
 def _check_config(config: Any, classes: Any) -> None:
     """Refuse what is known to fail before any weight is read."""
-    if getattr(config, "quantization_config", None) is not None:
-        raise _refused(
-            "config.json:quantization_config", "present", "is not served through the library"
-        )
     wrapper, config = config, config.get_text_config()
+    if wrapper is not config and getattr(wrapper, "quantization_config", None) is not None:
+        why = "is not served for multimodal bases that run through the transformers library"
+        raise _refused("config.json:quantization_config", "present", why)
     if wrapper is not config and not _unwraps(classes, wrapper):
         why = "is multimodal, and such bases do not run through the transformers library"
         raise _refused(_MODEL_TYPE, wrapper.model_type, why)

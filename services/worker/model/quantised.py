@@ -64,7 +64,7 @@ class QuantisedCheckpoint:
 
     def has(self, name: str) -> bool:
         """Whether the files hold it, in codes or not."""
-        return self._files.has(name) or self._module_in_codes(name) is not None
+        return self._files.has(name) or self.module_in_codes(name) is not None
 
     def take(
         self,
@@ -81,7 +81,7 @@ class QuantisedCheckpoint:
 
     def half_dtype(self, name: str) -> torch.dtype | None:
         """See `load.Weights`; None for codes."""
-        return self._files.half_dtype(name) if self._module_in_codes(name) is None else None
+        return self._files.half_dtype(name) if self.module_in_codes(name) is None else None
 
     def take_codes(self, name: str, shape: Sequence[int]) -> CodedWeight | None:
         """A weight as it is stored; None if it is not in codes.
@@ -89,7 +89,7 @@ class QuantisedCheckpoint:
         Raises:
             InvalidRequest: it does not fit the config.
         """
-        module = self._module_in_codes(name)
+        module = self.module_in_codes(name)
         if module is None:
             return None
         scheme = self._scheme_of(module)
@@ -102,7 +102,8 @@ class QuantisedCheckpoint:
             raise InvalidRequest.field(module, "quantised", why)
         return scheme
 
-    def _module_in_codes(self, name: str) -> str | None:
+    def module_in_codes(self, name: str) -> str | None:
+        """The module of a weight that the files hold in codes; None for other tensors."""
         module, _, last = name.rpartition(".")
         if last != "weight":
             return None
@@ -113,12 +114,12 @@ class QuantisedCheckpoint:
 
     def rows_in_files(self, parts: Sequence[tuple[str, int]], num_inputs: int) -> WeightRows:
         """See `load.Weights`; codes are dequantised."""
-        if all(self._module_in_codes(name) is None for name, _ in parts):
+        if all(self.module_in_codes(name) is None for name, _ in parts):
             return self._files.rows_in_files(parts, num_inputs)
         plain = {
             name: self._files.rows_in_files([(name, rows)], num_inputs)
             for name, rows in parts
-            if self._module_in_codes(name) is None
+            if self.module_in_codes(name) is None
         }
 
         def read(name: str, num_rows: int, window: TensorWindow) -> Tensor:

@@ -274,14 +274,15 @@ def _read_model(
 ) -> Decoder:
     """The base with its weights; a terminal shows the progress of reading them."""
     impl, on_load = settings.model_impl, settings.quantization
-    if impl == "transformers" or (impl == "auto" and not has_family(folder)):
-        check_library(on_load)
-        return build_library_model(folder, dtype, device, operators)
-    family, config = read_model_config(folder)
     quantisation = quantisation_of(read_json_object(folder / "config.json"))
-    method = None if quantisation is None else quantisation.method
     if quantisation is not None and settings.kv_cache_dtype == AUTO:
         store_as_published(quantisation.kv_cache, operators.attention_maker)
+    if impl == "transformers" or (impl == "auto" and not has_family(folder)):
+        check_library(on_load)
+        free_bytes = memory_of(torch.device("cpu")).free_bytes
+        return build_library_model(folder, dtype, device, operators, free_bytes)
+    family, config = read_model_config(folder)
+    method = None if quantisation is None else quantisation.method
     check_on_load(on_load, device, method, has_experts=config.moe is not None)
     with ProgressBar(folder.name) as bar:
         weights = _weights(settings.load_format, folder, dtype, device, bar)

@@ -16,11 +16,14 @@ from safetensors.torch import load_file, save_file
 from loraplex.adapter_format.base_types import LIBRARY_TYPES, NATIVE_TYPES, TIED_TYPES
 from loraplex.errors import InvalidAdapter, InvalidRequest, Unsupported
 from loraplex_services.worker.layers.library_modules import are_gated_experts
+from loraplex_services.worker.layers.operators import Operators
+from loraplex_services.worker.model.library import build_library_model
 from loraplex_services.worker.runner.building import build_runner
 from tests.worker.parity.adapters import adapter_on, make_adapter
 from tests.worker.parity.base_fields import COMMON
 from tests.worker.parity.bases import LIBRARY_BASES, config_of, make_base
 from tests.worker.parity.driving import Driver, Job, greedy
+from tests.worker.parity.quantised import quantised_base
 from tests.worker.parity.suite import (
     Stage,
     check_mixed_batch,
@@ -180,6 +183,24 @@ def test_a_head_that_is_not_the_embedding_to_which_it_is_tied_is_refused_by_name
         library_runner(tmp_path, model_impl="auto")
 
 
+def test_a_quantised_base_is_refused_by_the_tensor_that_does_not_fit_its_config(tmp_path):
+    base = quantised_base(make_base("granite", tmp_path / "plain"), "fp8-blocks", tmp_path / "base")
+    file = base.folder / "model.safetensors"
+    tensors, name = load_file(file), "model.layers.1.self_attn.q_proj.weight_scale_inv"
+    save_file({**tensors, name: tensors[name] * float("inf")}, file)
+    with pytest.raises(InvalidRequest, match=re.escape(name)):
+        library_runner(base.folder)
+    save_file({**tensors, "model.norm.weight": tensors["model.norm.weight"].to(torch.int8)}, file)
+    with pytest.raises(InvalidRequest, match=r"model\.norm\.weight.*does not explain"):
+        library_runner(base.folder)
+
+
+def test_a_quantised_base_that_takes_more_memory_than_is_free_is_refused(tmp_path):
+    base = quantised_base(make_base("granite", tmp_path / "plain"), "fp8-blocks", tmp_path / "base")
+    with pytest.raises(InvalidRequest, match=r"takes .* bytes in bfloat16"):
+        build_library_model(base.folder, torch.bfloat16, torch.device("cpu"), Operators(), 1)
+
+
 def test_code_from_the_hub_is_not_run(tmp_path):
     config = {"model_type": "nonesuch", "auto_map": {"AutoConfig": "evil.Config"}}
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -232,8 +253,5 @@ def test_adapters_on_routers_that_compute_more_than_a_product_are_refused_by_nam
 
 
 def test_a_device_without_support_is_refused_by_name(tmp_path):
-    from loraplex_services.worker.layers.operators import Operators
-    from loraplex_services.worker.model.library import build_library_model
-
     with pytest.raises(Unsupported, match="on CPUs only"):
-        build_library_model(tmp_path, torch.float32, torch.device("cuda"), Operators())
+        build_library_model(tmp_path, torch.float32, torch.device("cuda"), Operators(), 0)
