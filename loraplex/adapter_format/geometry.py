@@ -49,8 +49,6 @@ _LAYER_INPUTS = "model.embed_tokens_per_layer.weight"
 _LAYER_PROJECTION = "model.per_layer_model_projection"
 _LM_HEAD_NAMES = frozenset({"lm_head", "embed_out"})
 _GPT2 = "gpt2"
-_INPUTS_FIRST = ("gpt_oss", "llama4_text")
-"""Families whose experts' weights are `[in, out]`."""
 _TRANSPOSED = frozenset({"c_attn", "c_fc", "c_proj"})
 """Modules of GPT-2 whose weights are `[in, out]` (transformers' Conv1D)."""
 
@@ -260,9 +258,10 @@ def _modules(tensors: dict[str, TensorInfo], tied: bool, model_type: object) -> 
             own = _module_of(name)
             module = _module(own, info.shape, f"{own}.bias" in tensors)
             modules[module.name] = module
-    for module in _stacked_experts(tensors, model_type):
-        modules[module.name] = module
     embeddings = [m for m in modules.values() if m.kind == EMBEDDING]
+    hidden_size = embeddings[0].out_features if embeddings else 0
+    for module in _stacked_experts(tensors, model_type, hidden_size):
+        modules[module.name] = module
     heads = [m for m in modules.values() if m.kind == LM_HEAD]
     if tied and embeddings and not heads:
         rows, width = embeddings[0].in_features, embeddings[0].out_features
@@ -270,13 +269,15 @@ def _modules(tensors: dict[str, TensorInfo], tied: bool, model_type: object) -> 
     return tuple(modules[name] for name in sorted(modules))
 
 
-def _stacked_experts(tensors: dict[str, TensorInfo], model_type: object) -> Iterator[Module]:
+def _stacked_experts(
+    tensors: dict[str, TensorInfo], model_type: object, hidden_size: int
+) -> Iterator[Module]:
     """The modules of experts whose weights are one tensor for each projection of a layer.
 
     It is `[experts, out, in]`, with the outputs of all gates before those of the up projections, so
-    that the modules are the linears that other files hold. In Llama 4 it is `[experts, in, out]`.
-    In gpt-oss, too, with the two interleaved; or, in four bits, `_blocks` of `[experts, out,
-    in / 32, 16]`.
+    that the modules are the linears that other files hold. In Llama 4 and published Qwen 3 VL it is
+    `[experts, in, out]`. In gpt-oss, too, with the two interleaved; or, in four bits, `_blocks` of
+    `[experts, out, in / 32, 16]`.
     """
     for name, info in tensors.items():
         stacked = name.removesuffix("_blocks")
@@ -289,10 +290,10 @@ def _stacked_experts(tensors: dict[str, TensorInfo], model_type: object) -> Iter
             in_features = groups * pairs * 2
         elif len(info.shape) != 3:
             continue
-        elif model_type in _INPUTS_FIRST:
-            num_experts, in_features, out_features = info.shape
         else:
             num_experts, out_features, in_features = info.shape
+            if hidden_size != (in_features if projection == "gate_up_proj" else out_features):
+                in_features, out_features = out_features, in_features
         if projection == "gate_up_proj" and model_type != "gpt_oss":
             names, out_features = ["gate_proj", "up_proj"], out_features // 2
         has_bias = f"{stacked}_bias" in tensors

@@ -27,14 +27,25 @@ WRAPPERS: Mapping[str, str] = {
     "llava_next": "llama",
     "llava_onevision": "qwen2",
     "mistral3": "mistral",
+    "qwen2_5_vl": "qwen2_5_vl_text",
+    "qwen2_vl": "qwen2_vl_text",
     "qwen3_5": "qwen3_5_text",
     "qwen3_5_moe": "qwen3_5_moe_text",
     "qwen3_vl": "qwen3_vl_text",
+    "qwen3_vl_moe": "qwen3_vl_moe_text",
     "vipllava": "llama",
 }
 """`model_type` of a wrapper -> that of its text model, where `text_config` does not name one."""
 
-_SAME_TEXT_MODEL = {"qwen3_vl_text": "qwen3"}
+_FLAT = frozenset({"qwen2_5_vl", "qwen2_vl"})
+"""Wrappers whose published configs have the keys of the text model next to `vision_config`."""
+
+_SAME_TEXT_MODEL = {
+    "qwen2_5_vl_text": "qwen2",
+    "qwen2_vl_text": "qwen2",
+    "qwen3_vl_moe_text": "qwen3_moe",
+    "qwen3_vl_text": "qwen3",
+}
 """Text models that compute what another one does: without images, the three position ids of a token
 are equal."""
 
@@ -45,6 +56,13 @@ _GEMMA4 = {
     "num_hidden_layers": 30,
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
+}
+
+_QWEN2_VL = {
+    "num_key_value_heads": 8,
+    "max_window_layers": 80,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1000000.0,
 }
 
 _ABSENT: Mapping[str, Mapping[str, object]] = {
@@ -73,10 +91,16 @@ _ABSENT: Mapping[str, Mapping[str, object]] = {
         "num_attention_heads": 32,
         "num_key_value_heads": 8,
     },
+    "qwen2_5_vl_text": _QWEN2_VL,
+    "qwen2_vl_text": _QWEN2_VL,
+    "qwen3_vl_moe_text": {"num_key_value_heads": 16, "rope_theta": 500000.0},
     "qwen3_vl_text": {"rope_theta": 500000.0},
 }
 """Values of keys that a published `text_config` leaves out: the defaults of transformers' classes.
 The configs of Gemma 3 and 4 and LLaVA hold only what differs from them."""
+
+_FIXED: Mapping[str, Mapping[str, object]] = {"qwen3_vl_moe_text": {"norm_topk_prob": True}}
+"""Values of keys that a class does not read, where the text model of another type does."""
 
 _CAP_LOGITS = frozenset({"gemma4", "gemma4_unified"})
 """Wrappers that apply the text model's `final_logit_softcapping`. In transformers, a wrapper has a
@@ -192,6 +216,9 @@ def text_config(config: Mapping[str, object], tensors: Collection[str]) -> dict[
     """
     wrapper = str(config["model_type"])
     inner = config.get("text_config")
+    if inner is None and wrapper in _FLAT:
+        others = ("model_type", "vision_", "image_", "video_")
+        inner = {key: value for key, value in config.items() if not key.startswith(others)}
     if not isinstance(inner, dict):
         description = f"must be an object: the config of the text model in {wrapper!r}"
         raise InvalidRequest.field("config.json:text_config", inner, description)
@@ -199,7 +226,8 @@ def text_config(config: Mapping[str, object], tensors: Collection[str]) -> dict[
     if not isinstance(model_type, str):
         raise Unsupported.field("config.json:text_config.model_type", model_type, "must be a name")
     given = {key: value for key, value in inner.items() if value is not None}
-    text = {**_ABSENT.get(model_type, {}), **inner, **given}
+    fixed = _FIXED.get(model_type, {})
+    text = {**_ABSENT.get(model_type, {}), **inner, **given, **fixed}
     text["model_type"] = _SAME_TEXT_MODEL.get(model_type, model_type)
     text["tie_word_embeddings"] = _is_tied(config, inner, tensors)
     if wrapper not in _CAP_LOGITS:

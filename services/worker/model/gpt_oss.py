@@ -21,7 +21,6 @@ from loraplex_services.worker.layers.moe import (
 from loraplex_services.worker.model.build import Builder, inner_inputs
 from loraplex_services.worker.model.config_reader import ModelConfigReader
 from loraplex_services.worker.model.decoder import Decoder
-from loraplex_services.worker.model.load import TensorWindow
 from loraplex_services.worker.model.mxfp4 import take_mxfp4
 from loraplex_services.worker.model.plain import (
     FULL,
@@ -147,7 +146,7 @@ def _stacked(builder: Builder, name: str, shape: tuple[int, int, int], cut: Cut)
     if builder.weights.has(f"{name}_blocks"):
         return take_mxfp4(builder.weights, name, shape, window)
     stored = num_experts, num_inputs, num_outputs
-    own = None if window is None else _transposed(window)
+    own = None if window is None else window.transposed()
     try:
         weight = builder.weights.take(name, stored, own)
     except InvalidRequest as error:
@@ -159,10 +158,3 @@ def _stacked(builder: Builder, name: str, shape: tuple[int, int, int], cut: Cut)
         )
         raise Unsupported.field(name, "missing", why) from error
     return weight.transpose(1, 2).contiguous()
-
-
-def _transposed(window: TensorWindow) -> TensorWindow:
-    """The window of weights whose inputs come before their outputs. It cuts only one of both."""
-    if window.columns is None:
-        return TensorWindow(window.rows, dim=2)
-    return TensorWindow([window.columns], dim=1)

@@ -59,6 +59,13 @@ class TensorWindow:
         parts = [source[(*others, slice(*span), *columns)] for span in self.rows]
         return torch.cat(parts, dim=self.dim)
 
+    def transposed(self) -> TensorWindow:
+        """The window of weights `[experts, in, out]` whose outputs are dimension 1 here. It cuts
+        only one of both."""
+        if self.columns is None:
+            return TensorWindow(self.rows, dim=2)
+        return TensorWindow([self.columns], dim=1)
+
 
 class Weights(Protocol):
     """Where a model gets its tensors from."""

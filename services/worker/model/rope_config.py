@@ -29,7 +29,8 @@ _OPTIONAL = {
     "dynamic": ("original_max_position_embeddings",),
     "proportional": ("factor",),
 }
-_OLD_NAMES = {"su": "longrope"}
+_OLD_NAMES = {"mrope": "default", "su": "longrope"}
+"""`mrope` has three positions for each token, which are equal without images."""
 _ORIGINAL = "original_max_position_embeddings"
 _PARTIAL = "partial_rotary_factor"
 _WITH_ORIGINAL = ("llama3", "yarn", "longrope")

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from loraplex.errors import InvalidRequest
 from loraplex_services.worker.layers.lora_linear import LoraLinear
 from loraplex_services.worker.layers.moe import (
     Expert,
@@ -22,6 +23,7 @@ from loraplex_services.worker.model.build import (
     inner_outputs,
 )
 from loraplex_services.worker.model.config_reader import ModelConfigReader
+from loraplex_services.worker.model.load import TensorWindow, Weights
 from loraplex_services.worker.types.sharding import Cut
 
 
@@ -150,7 +152,7 @@ class ExpertStack:
         """Take the weights of all experts, which the files hold in one tensor."""
         shape = self._num_experts, num_outputs, num_inputs
         window = self._builder.own.window(num_outputs, self._cut, dim=1)
-        self._weights, self._is_read = self._builder.weights.take(name, shape, window), True
+        self._weights, self._is_read = _taken(self._builder.weights, name, shape, window), True
 
     def add(self, layer: int, num_inputs: int, modules: Modules) -> LoraLinear:
         """Add the next expert. Its weight becomes a part of the stack, or stays in codes."""
@@ -169,3 +171,20 @@ class ExpertStack:
         base = self._builder.operators.expert_linear(self._weights[self._num_filled])
         self._num_filled += 1
         return self._builder.expert_linear(layer, num_inputs, modules, base, self._cut)
+
+
+def _taken(
+    weights: Weights, name: str, shape: tuple[int, int, int], window: TensorWindow | None
+) -> Tensor:
+    """The weights of all experts, `[experts, out, in]`, or a window of them. Published files of
+    Qwen 3 VL hold the inputs before the outputs."""
+    try:
+        return weights.take(name, shape, window)
+    except InvalidRequest as error:
+        num_experts, num_outputs, num_inputs = shape
+        own = None if window is None else window.transposed()
+        try:
+            weight = weights.take(name, (num_experts, num_inputs, num_outputs), own)
+        except InvalidRequest:
+            raise error from None
+        return weight.transpose(1, 2).contiguous()

@@ -194,7 +194,7 @@ EXPERT_FAMILIES = (
     "afmoe", "cohere2_moe", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5_moe", "exaone_moe",
     "flex_olmo", "glm4_moe", "glm4_moe_lite", "gpt_oss", "hy_v3", "mellum", "mimo_v2_flash",
     "minimax_m2", "mixtral", "olmoe", "phimoe", "qwen2_moe", "qwen3_moe", "qwen3_5_moe",
-    "qwen3_next", "solar_open",
+    "qwen3_next", "qwen3_vl_moe", "solar_open",
 )  # fmt: skip
 ROUTERS = {
     "gpt_oss": "router.weight",

@@ -220,6 +220,43 @@ BASES: dict[str, tuple[str, dict[str, object]]] = {
             "vision_config": {**VISION, "model_type": "clip_vision_model"},
         },
     ),
+    "qwen2-vl": (
+        "Qwen2VLConfig",
+        {
+            "text_config": {**COMMON, **_rope(rope_type="default", mrope_section=[2, 3, 3])},
+            "vision_config": {"depth": 1, "embed_dim": 32, "hidden_size": 64, "num_heads": 2},
+        },
+    ),
+    "qwen2.5-vl": (
+        "Qwen2_5_VLConfig",
+        {
+            "text_config": {
+                **COMMON,
+                **_rope(rope_type="default", mrope_section=[2, 3, 3]),
+                "use_sliding_window": True,
+                "sliding_window": 18,
+                "max_window_layers": 1,
+            },
+            "vision_config": QWEN_VISION,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "qwen3-vl-moe": (
+        "Qwen3VLMoeConfig",
+        {
+            "text_config": {
+                **COMMON,
+                **_rope(rope_type="default", mrope_section=[2, 3, 3], mrope_interleaved=True),
+                "num_hidden_layers": 3,
+                "num_experts": 6,
+                "num_experts_per_tok": 3,
+                "moe_intermediate_size": 40,
+                "mlp_only_layers": [1],
+                "tie_word_embeddings": False,
+            },
+            "vision_config": {**QWEN_VISION, "deepstack_visual_indexes": [0]},
+        },
+    ),
     "qwen3-vl": (
         "Qwen3VLConfig",
         {

@@ -13,8 +13,9 @@ LONG = {
     "llama", "llama-linear-rope", "llama-dynamic-rope", "llama-yarn-biases", "llama-mha-head-dim",
     "mistral-no-window", "qwen2-window", "qwen2-moe", "qwen3-moe", "gemma2", "phi3",
     "phi3-partial-rope", "qwen3.5", "qwen3-next", "mistral3-multimodal", "llava",
-    "gemma3-multimodal", "mistral", "qwen3-vl", "gemma4", "gemma4-multimodal", "gemma4-unified",
-    "gemma4-moe", "gemma4-all", "gemma3", "qwen3.5-moe",
+    "gemma3-multimodal", "mistral", "qwen2-vl", "qwen2.5-vl", "qwen3-vl", "qwen3-vl-moe",
+    "gemma4", "gemma4-multimodal", "gemma4-unified", "gemma4-moe", "gemma4-all",
+    "gemma3", "qwen3.5-moe",
 }  # fmt: skip
 """Further variants of a kind: they run with the long tests, and in `write_table`."""
 

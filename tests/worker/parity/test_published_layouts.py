@@ -85,3 +85,45 @@ def test_a_base_in_the_old_layout_is_the_one_that_transformers_reads(
     for read in (geometry_from_folder, lambda folder: parity_runner(folder, arena_bytes=1 << 20)):
         with pytest.raises(InvalidRequest, match=shard.name):
             read(published)
+
+
+def publish_qwen(base: TinyBase, folder: Path) -> Path:
+    """The same weights as Qwen published them: the keys of the text model next to those of the
+    vision tower, and the experts of Qwen 3 VL with their inputs before their outputs."""
+    folder.mkdir()
+    config = json.loads((base.folder / "config.json").read_text())
+    tensors = load_file(base.folder / "model.safetensors")
+    if base.name == "qwen3-vl-moe":
+        tensors = {k: t.mT.contiguous() if ".experts." in k else t for k, t in tensors.items()}
+    else:
+        text = config.pop("text_config")
+        sections = text.pop("rope_parameters")["mrope_section"]
+        rope = {"rope_theta": 10000.0, "rope_scaling": {"type": "mrope", "mrope_section": sections}}
+        config = {**text, **config, **rope}
+        names = (("model.language_model.", "model."), ("model.visual.", "visual."))
+        for new, old in names:
+            tensors = {k.replace(new, old): t for k, t in tensors.items()}
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "qwen2.5-vl",
+        *(pytest.param(n, marks=pytest.mark.long) for n in ("qwen2-vl", "qwen3-vl-moe")),
+    ],
+)
+def test_a_published_base_of_qwen_is_the_one_that_transformers_reads(
+    name: str, tmp_path: Path
+) -> None:
+    base = make_base(name, tmp_path / "base")
+    published = publish_qwen(base, tmp_path / "published")
+    theirs = transformers.AutoModelForImageTextToText.from_pretrained(published).state_dict()
+    for key, weight in base.model.state_dict().items():
+        assert weight.equal(theirs[key]), f"{key}: transformers reads another base"
+    assert read_model_config(published)[1] == read_model_config(base.folder)[1]
+    assert geometry_from_folder(published).modules == geometry_from_folder(base.folder).modules
+    adapter = make_adapter(base, "rank-4-attention", tmp_path / "adapter")
+    assert outputs_of(published, adapter) == outputs_of(base.folder, adapter)
