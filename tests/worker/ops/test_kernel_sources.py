@@ -46,3 +46,20 @@ def test_no_device_function_returns_an_argument_that_may_be_none():
         and compared_with_none(functions[name]) & names_in(each.value)
     ]
     assert returning == []
+
+
+def test_every_product_names_its_precision():
+    """Without one, Triton rounds float32 to TF32. Delta nets choose theirs by dtype, and the base
+    product of fused programs is of half precision only."""
+    products = [
+        (name, {option.arg: ast.unparse(option.value) for option in each.keywords})
+        for name, function in device_functions()
+        for each in ast.walk(function)
+        if isinstance(each, ast.Call)
+        and ast.unparse(each.func) == "tl.dot"
+        and not name.endswith(": _base_product")
+    ]
+    assert len(products) >= 15
+    for name, options in products:
+        chosen = "PRECISION" if name.startswith("recurrence/") else "'ieee'"
+        assert options["input_precision"] == chosen, name
