@@ -27,18 +27,19 @@ DIVISIONS = {
 """How adapters are divided. With so large a limit of the rank, both matrices are divided at the
 inputs of the tiny bases' blocks, and one at their outputs."""
 ALWAYS = {
-    ("llama3-rope-tied", 2, "one"),
-    ("llama", 4, "by-site"),
+    ("llama3-rope-tied", 4, "by-site"),
     ("qwen3.5-moe", 2, "one"),
     ("gemma4-all", 2, "one"),
 }
-"""Tied tables; adapters with both matrices divided at some sites and one at others; recurrent
+"""Tied tables, and adapters with both matrices divided at some sites and one at others; recurrent
 layers, and experts with a shared one; layers of different heads. (base, ranks, division)"""
 
 
 def _params() -> list[object]:
     groups = [(name, size, how) for name in BASES for size in (2, 4) for how in ("one", "full")]
-    groups += [(name, size, "by-site") for name in ("llama", "qwen3.5-moe") for size in (2, 4)]
+    groups += [
+        (name, size, "by-site") for name in ("llama3-rope-tied", "qwen3.5-moe") for size in (2, 4)
+    ]
     assert set(groups) >= ALWAYS
     return [
         pytest.param(
