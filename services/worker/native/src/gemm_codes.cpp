@@ -8,7 +8,8 @@
 // of the 16 outputs come before those for the other two. Scales and zero points are [panel][group][32].
 //
 // Inputs are taken in blocks that lie within one group. In float32, a block is summed in the order of
-// its inputs and then multiplied with the scale. There are four other ways for rows in bfloat16:
+// its inputs and then multiplied with the scale; many rows share its codes, widened once. There are four
+// other ways for rows in bfloat16:
 //
 // - Processors with VNNI take a block's inputs as 16-bit integers with one factor, in two digits of eight
 //   bits; the sum of products over a block is then exact, and the factor's rounding 2^-16 of the block's
@@ -117,7 +118,9 @@ void multiply_wide(const CodedProduct& g, const T* x, int64_t ldx, const MakeTo&
     float* buffer = copies ? scratch(3, g.num_rows * g.num_inputs) : nullptr;
     const WideRows rows{widen(x, ldx, g.num_rows, g.num_inputs, buffer),
                         widened_stride(x, ldx, g.num_inputs)};
-    multiply<Kind>(g, [&](bool) { return rows; }, make_to);
+    const auto make_rows = [&](bool) { return rows; };
+    if (g.num_rows > WidePanels<Kind>::kFewRows) return multiply_panels<WidePanels<Kind>>(g, make_rows, make_to);
+    multiply<Kind>(g, make_rows, make_to);
 }
 
 // Whether products of pairs, where they are fast, are preferred to products of digits: always, if there are
