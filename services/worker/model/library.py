@@ -227,8 +227,8 @@ def _attention_calls(
     body = model.get_submodule(body_name(model))
     with (
         _odd_class_refused(model),
-        _partial_rows_refused(body),
         routers_noted(body, ids.numel()) as routers,
+        _partial_rows_refused(body),
     ):
         body(input_ids=ids, position_ids=positions, use_cache=False)
     num_layers = model.config.num_hidden_layers
