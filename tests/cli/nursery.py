@@ -6,6 +6,7 @@ and an exit code of its own. A line of JSON asks for it, a line with the exit co
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import os
@@ -18,8 +19,11 @@ from pathlib import Path
 
 COMMANDS_IMPORT = (
     "loraplex.client.registry_client",
+    "loraplex.adapter_format.tensor_scan",
     "loraplex.adapter_format.validate",
     "loraplex.signing",
+    "loraplex.sources",
+    "numpy",
 )
 """Once they know what is asked of them."""
 
@@ -53,8 +57,10 @@ class Nursery:
 
 def serve(module: str) -> None:
     """Fork until there is nobody to ask; returns in each child, too, which is then the command."""
-    for name in (module, *COMMANDS_IMPORT):
+    importlib.import_module(module).make_parser()  # which imports every command
+    for name in COMMANDS_IMPORT:
         importlib.import_module(name)
+    gc.freeze()  # or each child would copy what its collector looks at
     while line := sys.stdin.readline():
         if (child := os.fork()) == 0:
             become(module, **json.loads(line))
@@ -73,7 +79,13 @@ def become(module: str, args: list[str], environ: dict[str, str], files: list[st
     os.environ.update(environ)
     sys.argv = [module, *args]
     del sys.modules[module]  # to be run as the main one
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    except SystemExit as end:
+        assert isinstance(end.code, int)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(end.code)  # rather than take apart all that was imported
 
 
 if __name__ == "__main__":
