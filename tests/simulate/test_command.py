@@ -1,15 +1,18 @@
-"""`loraplex simulate` as a process."""
+"""`loraplex simulate`, and as a process where that makes a difference."""
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
 import sys
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import pytest
 
+from loraplex_services.simulate.__main__ import main
 from tests.simulate.fleets import COSTS
 
 SHORT = (
@@ -33,14 +36,28 @@ def costs(tmp_path: Path) -> str:
     return str(path)
 
 
-def simulate(*args: str, **environ: str) -> subprocess.CompletedProcess[str]:
+def simulate(*args: str) -> subprocess.CompletedProcess[str]:
+    """In this process."""
+    out, err = io.StringIO(), io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
+        patch.setattr(sys, "argv", ["simulate", *args])
+        patch.setenv("GRPC_VERBOSITY", "ERROR")  # which it would set for good
+        try:
+            code = main()
+        except SystemExit as end:  # of argparse
+            assert isinstance(end.code, int)
+            code = end.code
+    return subprocess.CompletedProcess(args, code, out.getvalue(), err.getvalue())
+
+
+def run_command(*args: str, **environ: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "loraplex.cli.loraplex", "simulate", *args]
     env = {**os.environ, **environ}
     return subprocess.run(command, capture_output=True, text=True, timeout=60, env=env)
 
 
 def test_json_holds_the_figures_and_is_the_same_every_time(costs: str) -> None:
-    runs = [simulate("--costs", costs, *SHORT, "--json") for _ in range(2)]
+    runs = [run_command("--costs", costs, *SHORT, "--json") for _ in range(2)]
     assert runs[0].returncode == 0, runs[0].stderr
     result = json.loads(runs[0].stdout)
     assert result["num_finished"] == result["num_requests"] == 40
@@ -102,7 +119,7 @@ def test_wrong_flags_are_refused_by_name(costs: str, flags: tuple[str, ...], nam
 
 def test_a_missing_scheduler_is_named_with_the_way_to_get_it(costs: str, tmp_path: Path) -> None:
     (tmp_path / "msgspec.py").write_text("raise ModuleNotFoundError(name='msgspec')")
-    done = simulate("--costs", costs, PYTHONPATH=str(tmp_path))
+    done = run_command("--costs", costs, PYTHONPATH=str(tmp_path))
     assert done.returncode == 2
     assert "msgspec is not installed" in done.stderr and "worker-core" in done.stderr
 
