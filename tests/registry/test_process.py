@@ -83,9 +83,7 @@ async def test_sigterm_ends_it_with_status_0_and_it_waits_for_no_watch(
     ("variables", "named"),
     [
         ({"LORAPLEX_OBJECTS": "ftp://x"}, "LORAPLEX_OBJECTS"),
-        ({"LORAPLEX_METADATA": "http://x"}, "LORAPLEX_METADATA"),
         ({"LORAPLEX_REGISTRY_LISTEN": "0.0.0.0:0"}, "LORAPLEX_AUTH=keys"),
-        ({"LORAPLEX_AUTH": "maybe"}, "LORAPLEX_AUTH"),
         (
             {"LORAPLEX_AUTH": "keys", "LORAPLEX_ADMIN_KEY_FILE": "/no/such"},
             "LORAPLEX_ADMIN_KEY_FILE",

@@ -276,8 +276,6 @@ async def test_it_serves_from_the_moment_it_says_so_until_requests_ended_after_a
     [
         ({"LORAPLEX_MODEL": "/nowhere/at/all"}, "LORAPLEX_MODEL"),
         ({"LORAPLEX_OBJECTS": "ftp://x"}, "LORAPLEX_OBJECTS"),
-        ({"LORAPLEX_KV_MEMORY": "lots"}, "LORAPLEX_KV_MEMORY"),
-        ({"LORAPLEX_WORKER_LISTEN": "0.0.0.0:0"}, "LORAPLEX_WORKER_LISTEN"),
     ],
 )
 def test_a_bad_setting_stops_the_start_and_is_named(changes: dict[str, str], named: str) -> None:

@@ -77,11 +77,12 @@ class StalledStore(FileStore):
             yield info
 
 
-@pytest.fixture(params=range(3))
+@pytest.fixture
 async def registry(
     request: pytest.FixtureRequest, tmp_path: Path, metadata_url: str
 ) -> AsyncIterator[Registry]:
-    store = UnevenStore(tmp_path / "objects", request.param)
+    """Its store is as uneven as the test's parameter `seed` says."""
+    store = UnevenStore(tmp_path / "objects", request.getfixturevalue("seed"))
     async with house_of(store, metadata_url) as assembled:
         yield assembled
     await store.close()
@@ -127,11 +128,20 @@ async def _check_can_be_completed(registry: Registry, versions: list[VersionReco
                 assert own[name].targets[0].version >= version.version
 
 
+WAYS = [(True, 0.0), (False, 0.0), (True, 60.0)]
+"""In one call, and for how long in seconds, 0 = for good."""
+
+
 @pytest.mark.parametrize(
-    ("in_one_call", "ttl_s"), [(True, 0.0), (False, 0.0), (True, 60.0)], ids=str
+    ("in_one_call", "ttl_s", "seed"),
+    [
+        pytest.param(*way, seed, marks=[pytest.mark.long] * (seed != own_seed))
+        for own_seed, way in enumerate(WAYS)
+        for seed in range(len(WAYS))
+    ],
 )
 async def test_at_no_time_does_anything_refer_to_what_is_missing(
-    registry: Registry, in_one_call: bool, ttl_s: float
+    registry: Registry, in_one_call: bool, ttl_s: float, seed: int
 ) -> None:
     tags = ("latest", "prod")
     request_ids = itertools.count()
