@@ -10,6 +10,7 @@ from typing import Any, NoReturn, TypeVar
 
 import loraplex
 from loraplex.client.settings import DEFAULT_GATEWAY, DEFAULT_REGISTRY
+from loraplex.printable import printable
 from loraplex.units import parse_bytes, parse_seconds
 
 T = TypeVar("T")
@@ -44,7 +45,7 @@ class Parser(argparse.ArgumentParser):
             print_error(InvalidRequest(f"usage: {message}", reason="USAGE"), as_json=True)
             self.exit(2)
         self.print_usage(sys.stderr)
-        self.exit(2, f"{self.prog}: {message}\n")
+        self.exit(2, f"{self.prog}: {printable(message)}\n")
 
 
 def with_nearest(message: str) -> str:

@@ -8,6 +8,7 @@ import signal
 import sys
 
 from loraplex.errors import LoraplexError, codes_of
+from loraplex.printable import printable
 from loraplex_services.common.settings import env, variables
 from loraplex_services.common.telemetry.log import setup_logging
 from loraplex_services.up import flags
@@ -26,7 +27,7 @@ def main() -> int:
         check_packages()
         return _run(config)
     except LoraplexError as error:
-        print(f"loraplex up: {error.message}", file=sys.stderr)
+        print(f"loraplex up: {printable(error.message)}", file=sys.stderr)
         return codes_of(error).exit
     except KeyboardInterrupt:  # The supervisor handles signals, and is not running yet.
         return 128 + signal.SIGINT
@@ -64,7 +65,7 @@ def _supervise(config: flags.UpConfig, state: StateDir) -> int:
         return asyncio.run(supervise())
     except ChildFailed as error:
         message = flags.named_as_given(error.message, sys.argv[1:], os.environ)
-        print(f"loraplex up: {message}", file=sys.stderr)
+        print(f"loraplex up: {printable(message)}", file=sys.stderr)
         return error.exit_code
 
 

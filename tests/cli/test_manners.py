@@ -58,6 +58,12 @@ def test_an_unknown_argument_is_answered_with_the_usage_of_its_command(
     assert done.stderr.endswith(f"{command}: unrecognized arguments: --bogus\n")
 
 
+def test_control_characters_of_an_argument_are_shown_escaped(offline: Any) -> None:
+    done = offline("list", "--\x1b[31m")
+    assert done.returncode == 2
+    assert done.stderr.endswith("registry list: unrecognized arguments: --\\x1b[31m\n")
+
+
 @pytest.mark.parametrize("target", ["v1=0", "v1=-1", "v1", "v1=", "1=5", "v1=1000001", "v1=9" * 99])
 def test_a_target_of_a_split_that_cannot_be_is_usage(offline: Any, target: str) -> None:
     assert offline.error("split", "a", "prod", target)[0] == 2
