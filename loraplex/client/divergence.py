@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from loraplex.api.output import TokenLogprob
 from loraplex.api.sampling import Sampling
 from loraplex.client.inference_client import InferenceClient
-from loraplex.errors import Blocked, InvalidRequest
+from loraplex.errors import Blocked, InvalidRequest, NotFound
 
 NUM_CANDIDATES = 20
 """Number of most likely tokens that are compared at each position, which is the most that a gateway
@@ -131,12 +131,17 @@ async def measure(
 
     Raises:
         InvalidRequest: their tokenizers differ, or there is no text.
+        NotFound: one of the gateways does not know the model.
     """
     expected: list[TokenLogprob | None] = []
     found: list[TokenLogprob | None] = []
     for text in texts:
         found += await _score(served, model, text)
-        expected += await _score(reference, reference_model, text)
+        try:
+            expected += await _score(reference, reference_model, text)
+        except NotFound as error:
+            why = f"is not on the reference: {error.message}"
+            raise NotFound.field("reference_model", reference_model, why) from None
     return divergence(expected, found)
 
 
