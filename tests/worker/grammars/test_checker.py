@@ -42,20 +42,16 @@ def chain(length: int) -> Grammar:
     return Grammar(ebnf="\n".join(["start: x0", *rules, f'x{length}: "c"']))
 
 
-@pytest.mark.parametrize(
-    "grammar",
-    [
+async def test_good_grammars_of_every_form_pass(checker: GrammarChecker) -> None:
+    for grammar in (
         GOOD,
         Grammar(choice=("", 'quo"te', "back\\slash", "line\nbreak", "日本")),
         Grammar(ebnf='start: word+\nword: /[a-z]+/ " "'),
         Grammar(json_schema='{"$defs":{"t":{"items":{"$ref":"#/$defs/t"}}},"$ref":"#/$defs/t"}'),
         Grammar(json_schema="true"),
         chain(50),
-    ],
-    ids=lambda grammar: grammar.form,
-)
-async def test_good_grammars_of_every_form_pass(checker: GrammarChecker, grammar: Grammar) -> None:
-    await checker.check(grammar, VOCAB, EOS)
+    ):
+        await checker.check(grammar, VOCAB, EOS)
 
 
 GBNF = """\
@@ -88,32 +84,31 @@ async def test_a_grammar_in_larks_notation_reaches_the_engine_as_it_was_written(
     assert await checker.check(grammar, VOCAB, EOS) is grammar
 
 
-@pytest.mark.parametrize(
-    ("grammar", "reason"),
-    [
-        (Grammar(), "set one of json_schema"),
-        (Grammar(choice=()), "no options"),
-        (Grammar(choice=("a",) * (MAX_OPTIONS + 1)), "options"),
-        (Grammar(regex="a" * (MAX_GRAMMAR_BYTES + 1)), "bytes"),
-        (Grammar(json_schema='{"a": NaN}'), "not valid JSON"),
-        (Grammar(json_schema="[" * 100_000), "nested too deeply"),
-        (Grammar(json_schema="false"), "is an object"),
-        (Grammar(json_schema=json.dumps({"$ref": "http://example.com/x"})), "fetch"),
-        (Grammar(json_schema='{"type": "string"}, "x": {}'), "not valid JSON"),
-        (Grammar(ebnf='start ::= "a"'), "not valid GBNF: No 'root' rule found"),
-        (Grammar(ebnf="root ::= a-b"), "not valid GBNF: Rule 'a-b' not found"),
-        (Grammar(ebnf='root ::= "\\q"'), "Invalid escape sequence"),
-        (Grammar(ebnf="root ::= " + "(" * 5000), "nests too deeply"),
-    ],
-)
-async def test_bad_grammars_are_refused_with_the_reason(
-    checker: GrammarChecker, grammar: Grammar, reason: str
-) -> None:
-    with pytest.raises(InvalidRequest) as caught:
-        await checker.check(grammar, VOCAB, EOS)
-    [violation] = caught.value.violations
-    assert (violation.field, violation.value) == ("grammar", grammar.form)
-    assert reason in violation.description
+BAD = [
+    (Grammar(), "set one of json_schema"),
+    (Grammar(choice=()), "no options"),
+    (Grammar(choice=("a",) * (MAX_OPTIONS + 1)), "options"),
+    (Grammar(regex="a" * (MAX_GRAMMAR_BYTES + 1)), "bytes"),
+    (Grammar(json_schema='{"a": NaN}'), "not valid JSON"),
+    (Grammar(json_schema="[" * 100_000), "nested too deeply"),
+    (Grammar(json_schema="false"), "is an object"),
+    (Grammar(json_schema=json.dumps({"$ref": "http://example.com/x"})), "fetch"),
+    (Grammar(json_schema='{"type": "string"}, "x": {}'), "not valid JSON"),
+    (Grammar(ebnf='start ::= "a"'), "not valid GBNF: No 'root' rule found"),
+    (Grammar(ebnf="root ::= a-b"), "not valid GBNF: Rule 'a-b' not found"),
+    (Grammar(ebnf='root ::= "\\q"'), "Invalid escape sequence"),
+    (Grammar(ebnf="root ::= " + "(" * 5000), "nests too deeply"),
+]
+"""Grammars, and what is said of them."""
+
+
+async def test_bad_grammars_are_refused_with_the_reason(checker: GrammarChecker) -> None:
+    for grammar, reason in BAD:
+        with pytest.raises(InvalidRequest) as caught:
+            await checker.check(grammar, VOCAB, EOS)
+        [violation] = caught.value.violations
+        assert (violation.field, violation.value) == ("grammar", grammar.form)
+        assert reason in violation.description
 
 
 async def test_a_grammar_that_kills_its_reader_is_refused_and_the_next_is_read(
