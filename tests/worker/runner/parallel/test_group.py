@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -74,13 +75,23 @@ class Group:
         return tiny.write_adapter(folder, seed=rank, rank=rank, targets=targets)
 
 
-@pytest.fixture(scope="module")
-def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Group]:
-    """Ranks that outlive each test."""
-    group = Group(tmp_path_factory.mktemp("group"))
+@contextmanager
+def running(root: Path, settings: dict[str, object], num_ranks: int) -> Iterator[Group]:
+    """Ranks that run until the end of the block: closing ends all, which is no loss."""
+    group = Group(root, settings, num_ranks)
+    processes = [follower.process for follower in group.runner._followers._all]
     yield group
     assert not group.ended
     group.runner.close()
+    assert all(process.wait(PATIENCE_S) is not None for process in processes)
+    assert len(processes) == num_ranks - 1 and not group.ended
+
+
+@pytest.fixture(scope="module")
+def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Group]:
+    """Ranks that outlive each test."""
+    with running(tmp_path_factory.mktemp("group"), {}, 2) as group:
+        yield group
 
 
 @pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.long)])
@@ -89,10 +100,8 @@ def full(
 ) -> Iterator[Group]:
     """Ranks that divide both matrices of each pair, and outlive each test."""
     settings = {"fully_sharded_loras": True}
-    group = Group(tmp_path_factory.mktemp("full"), settings, num_ranks=request.param)
-    yield group
-    assert not group.ended
-    group.runner.close()
+    with running(tmp_path_factory.mktemp("full"), settings, request.param) as group:
+        yield group
 
 
 @pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.long)])
@@ -102,18 +111,8 @@ def by_site(
     """Ranks that may load adapters so large that both matrices are divided at q, k, v and at gate,
     up, but one at o and down. They outlive each test."""
     settings = {"max_lora_rank": 1 << 16}
-    group = Group(tmp_path_factory.mktemp("by-site"), settings, num_ranks=request.param)
-    yield group
-    assert not group.ended
-    group.runner.close()
-
-
-@pytest.fixture
-def mortal(tmp_path: Path) -> Iterator[Group]:
-    """Ranks for one test to end."""
-    group = Group(tmp_path)
-    yield group
-    group.runner.close()
+    with running(tmp_path_factory.mktemp("by-site"), settings, request.param) as group:
+        yield group
 
 
 def held_bytes(group: Group, folder: Path) -> list[int]:
@@ -178,11 +177,10 @@ def test_all_ranks_compute_all_rows_where_a_prompt_is_read(group):
 
 
 def test_ranks_gather_logits_in_the_dtype_that_all_of_them_compute(tmp_path):
-    group = Group(tmp_path, {"dtype": "bfloat16"})
-    best = sent_bytes(group, 4)
-    logit_bytes = 1 * padded_share(tiny.VOCAB, 2) * torch.bfloat16.itemsize
-    assert sent_bytes(group, 4, logprobs=0) == best - 1 * PAIR_BYTES + logit_bytes
-    group.runner.close()
+    with running(tmp_path, {"dtype": "bfloat16"}, 2) as group:
+        best = sent_bytes(group, 4)
+        logit_bytes = 1 * padded_share(tiny.VOCAB, 2) * torch.bfloat16.itemsize
+        assert sent_bytes(group, 4, logprobs=0) == best - 1 * PAIR_BYTES + logit_bytes
 
 
 def test_each_rank_holds_the_share_of_an_adapter_that_the_partition_says(group):
@@ -259,13 +257,15 @@ def test_divided_pairs_leave_each_rank_its_share_of_an_adapter(full):
     assert held_bytes(full, folder) == [expected] * full.num_ranks
 
 
-def test_a_rank_that_is_killed_is_reported_and_the_next_step_fails(mortal):
+def test_a_rank_that_is_killed_is_reported_and_the_next_step_fails(tmp_path):
+    mortal = Group(tmp_path)
     [follower] = mortal.runner._followers._all
     os.kill(follower.process.pid, signal.SIGKILL)
     assert mortal.has_ended.wait(PATIENCE_S)
     assert mortal.ended == [(1, -signal.SIGKILL)]
     with pytest.raises(RankLost):
         sent_bytes(mortal, 4)
+    mortal.runner.close()
 
 
 def test_an_image_that_one_rank_cannot_read_fails_the_load_and_not_the_group(group):
@@ -299,13 +299,6 @@ def test_an_adapter_that_validation_refuses_is_refused_as_with_one_rank(group):
     (folder / "adapter_config.json").write_text(json.dumps({**config, "r": 5}))
     with pytest.raises(InvalidAdapter):
         group.runner.pack_adapter(folder).result(PATIENCE_S)
-
-
-def test_closing_ends_the_other_ranks_and_is_no_loss(mortal):
-    processes = [follower.process for follower in mortal.runner._followers._all]
-    mortal.runner.close()
-    assert [process.wait(PATIENCE_S) is not None for process in processes] == [True]
-    assert not mortal.ended
 
 
 def test_ranks_that_end_before_they_join_fail_the_start(tmp_path, monkeypatch):
