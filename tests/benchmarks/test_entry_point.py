@@ -35,11 +35,13 @@ def test_one_that_fails_does_not_keep_the_others_from_running(
 ) -> None:
     unknown = ["--no-such-flag"]
     monkeypatch.setattr(
-        entry_point, "QUICK", {"serving.gateway": (unknown, 1), "registry.service": (unknown, 1)}
+        entry_point,
+        "QUICK",
+        {"serving.gateway": (unknown, 1), "registry.shadow_test": (unknown, 1)},
     )
     assert entry_point.main(["quick"]) == 2
     ran = capfd.readouterr().out
-    assert "serving.gateway took" in ran and "registry.service took" in ran
+    assert "serving.gateway took" in ran and "registry.shadow_test took" in ran
 
 
 def test_an_unknown_name_is_refused_with_the_nearest_one(
