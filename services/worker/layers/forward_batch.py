@@ -38,4 +38,5 @@ class ForwardBatch:
     routing: RoutingNotes | None = None
     """Notes the experts of all rows, and `read_rows` is then None; None = nobody asks for them."""
     shared_kv: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    """Keys and values of this pass by layer, for layers that share them. Layers fill it."""
+    """Keys and values of this pass by layer, of layers that others share them with. Layers fill it,
+    and it is empty between passes."""

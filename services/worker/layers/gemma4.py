@@ -30,8 +30,7 @@ class Gemma4Attention:
 
     def __init__(
         self,
-        layer: int,
-        source: int,
+        shared: int | None,
         qkv: LoraLinear,
         o: LoraLinear,
         backend: AttentionBackend,
@@ -41,15 +40,15 @@ class Gemma4Attention:
         """See `forward`.
 
         Args:
-            source: the layer whose keys and values are read; the layer itself if it has its own.
+            shared: the layer whose keys and values this one and others read, which may be this one;
+                None = no other layer reads the same.
             qkv: queries, and for a layer with keys of its own also keys, and values unless the
                 keys serve as values.
-            backend: of `source`, which has heads of the same number and width; queries and keys
-                come rotated.
+            backend: of the layer whose keys are read, which has heads of the same number and width;
+                queries and keys come rotated.
             norms: of each query, key and value head; no key norm if another layer's keys are read.
         """
-        self._layer = layer
-        self._source = source
+        self._shared = shared
         self._qkv = qkv
         self._o = o
         self._backend = backend
@@ -64,12 +63,14 @@ class Gemma4Attention:
         q, others = y[:, : self._q_size], y[:, self._q_size :]
         q = self._rotate(self._normed(q, self._q_norm, batch), cos_sin, self._head_dim)
         if self._k_norm is None:
-            k, v = batch.shared_kv[self._source]
+            assert self._shared is not None, "without keys of its own, it reads another layer's"
+            k, v = batch.shared_kv[self._shared]
         else:
             k, v = others[:, : self._kv_size], others[:, -self._kv_size :]
             v = self._normed(v, self._v_norm, batch)
             k = self._rotate(self._normed(k, self._k_norm, batch), cos_sin, self._head_dim)
-            batch.shared_kv[self._layer] = k, v
+            if self._shared is not None:
+                batch.shared_kv[self._shared] = k, v
         attended = self._backend.forward(q, k, v, batch.attention)
         return self._o.forward(attended, batch.lora)
 

@@ -196,7 +196,9 @@ class Decoder:
             factors = self._query_scales[batch.positions].to(x.dtype)
             batch = replace(batch, query_scales=factors)
         rotations = self.ropes.by_layer(batch.positions, x.dtype, batch.rope_rows)
-        return self.pass_layers(x, rotations, batch)
+        hidden = self.pass_layers(x, rotations, batch)
+        batch.shared_kv.clear()  # captured steps keep their batch
+        return hidden
 
     def forward_layers(self, x: Tensor, rotations: Sequence[CosSin], batch: ForwardBatch) -> Tensor:
         """All layers and the last norm.

@@ -261,8 +261,7 @@ def _attention(builder: Builder, layer: int) -> Gemma4Attention:
     own = local_config(config, builder.shard)
     out = [(f"{prefix}.o_proj", config.hidden_size)]
     attention = Gemma4Attention(
-        layer,
-        source,
+        source if config.kv_sources.count(source) > 1 else None,
         builder.linear(
             layer,
             config.hidden_size,

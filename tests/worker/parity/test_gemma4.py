@@ -14,9 +14,11 @@ from safetensors.torch import load_file, save_file
 
 from loraplex.adapter_format.geometry import geometry_from_folder
 from loraplex.errors import InvalidAdapter, LoraplexError, Unsupported
+from loraplex_services.worker.layers.forward_batch import ForwardBatch
 from loraplex_services.worker.layers.operators import Operators
 from loraplex_services.worker.model.dummy_weights import DummyWeights
 from loraplex_services.worker.model.families import read_model_config
+from loraplex_services.worker.ops.lora.worklist import LoraBatch
 from loraplex_services.worker.runner.parallel.group import check_group
 from tests.worker.parity.adapters import adapter_on, make_adapter
 from tests.worker.parity.base_fields import COMMON
@@ -53,6 +55,36 @@ def test_layers_that_read_the_keys_of_others_have_none_in_the_cache(stage: Stage
     # A narrow layer has two heads of 16, a wide one a head of 32: as much, so one layer in a block.
     assert runner.kv_group_windows == (19, 19, None)
     assert runner.block_bytes == 2 * 32 * 16 * 4
+
+
+def test_a_pass_holds_only_keys_that_several_layers_read_and_none_at_its_end(
+    base: TinyBase,
+) -> None:
+    family, config = read_model_config(base.folder)
+    assert config.kv_sources == (0, 1, 2, 1, 1, 2)
+    operators, positions = Operators(), torch.arange(3)
+    model = family.build(config, DummyWeights(torch.float32, torch.device("cpu")), operators)
+    attention = operators.attention_maker.pass_metadata(positions)
+    held = _NotedLayers()
+    model.forward(
+        ForwardBatch(
+            torch.zeros_like(positions), positions, attention, LoraBatch((), {}), shared_kv=held
+        )
+    )
+    assert held.layers == [1, 2]
+    assert not held
+
+
+class _NotedLayers(dict[int, tuple[torch.Tensor, torch.Tensor]]):
+    """Shared keys and values, and the layers that have put theirs in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers: list[int] = []
+
+    def __setitem__(self, layer: int, kv: tuple[torch.Tensor, torch.Tensor]) -> None:
+        self.layers.append(layer)
+        super().__setitem__(layer, kv)
 
 
 def publish(base: TinyBase, folder: Path) -> Path:
