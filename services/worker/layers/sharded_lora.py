@@ -9,6 +9,7 @@ with their own share of B's outputs; the base's sum over the ranks brings those 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -23,8 +24,12 @@ from loraplex_services.worker.ops.lora.torch import (
     shrink,
 )
 from loraplex_services.worker.ops.lora.worklist import LoraBatch
+from loraplex_services.worker.transfers import to_device
 from loraplex_services.worker.types.sharding import padded_share, share_of
 
+MAX_ORDERS = 1024
+"""Orders of rank rows that are kept on the device, one for each combination of the ranks of a
+site's slices."""
 Found = Sequence[tuple[RowRun, SiteDelta]]
 """Row runs with a low-rank update at the site; the same on every rank."""
 
@@ -71,8 +76,8 @@ class ShardedLora:
         by_part = every.split([part.numel() for part in parts], dim=1)
         for mine, part, (_, delta) in zip(by_part, parts, found, strict=True):
             stacked = mine.view(size, *part.shape).movedim(0, 1).flatten(1)
-            order = torch.tensor(_order(delta, size), device=part.device)
-            out.append(stacked.index_select(1, order))
+            rank_lens = tuple(part.rank_len for part in delta.slices)
+            out.append(stacked.index_select(1, _order(rank_lens, size, stacked.device)))
         return out
 
     def _summed(self, parts: list[Tensor], found: Found) -> list[Tensor]:
@@ -82,14 +87,21 @@ class ShardedLora:
         return [summed.view(part.shape) for summed, part in pairs]
 
 
-def _order(delta: SiteDelta, size: int) -> list[int]:
-    """Where each rank row of the adapter is among all ranks' rows, side by side."""
-    num_own = sum(padded_share(part.rank_len, size) for part in delta.slices)
+@lru_cache(MAX_ORDERS)
+def _order(rank_lens: tuple[int, ...], size: int, device: torch.device) -> Tensor:
+    """Where each rank row of an adapter is among those of all `size` ranks, side by side.
+
+    Args:
+        rank_lens: rank rows of each of its slices.
+
+    Returns: int64 `[sum of rank_lens]`.
+    """
+    num_own = sum(padded_share(rank_len, size) for rank_len in rank_lens)
     order: list[int] = []
     begin = 0
-    for part in delta.slices:
+    for rank_len in rank_lens:
         for rank in range(size):
-            first, last = share_of(part.rank_len, rank, size)
+            first, last = share_of(rank_len, rank, size)
             order += range(rank * num_own + begin, rank * num_own + begin + last - first)
-        begin += padded_share(part.rank_len, size)
-    return order
+        begin += padded_share(rank_len, size)
+    return to_device(torch.tensor(order), device)

@@ -17,10 +17,13 @@ Source: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
 from loraplex_services.worker.sampling import fixed_log as fl
+from loraplex_services.worker.transfers import to_device
 
 WORD = 0xFFFFFFFF
 MULTIPLIER_0 = 0xD2511F53
@@ -49,10 +52,15 @@ def philox(counter: tuple[Tensor, ...], key: tuple[Tensor, Tensor]) -> tuple[Ten
     return c0, c1, c2, c3
 
 
+@functools.cache
+def log_tables(device: torch.device) -> tuple[Tensor, Tensor]:
+    """int64 `[128]` each: inverses and logarithms of `fixed_log`."""
+    return to_device(torch.tensor(fl.INVERSES), device), to_device(torch.tensor(fl.LOGS), device)
+
+
 def ln_fixed(value: Tensor) -> Tensor:
     """`fixed_log.ln_fixed` of an int64 tensor, bit for bit."""
-    inverses = torch.tensor(fl.INVERSES, device=value.device)
-    logs = torch.tensor(fl.LOGS, device=value.device)
+    inverses, logs = log_tables(value.device)
     exponent = torch.frexp(value.double()).exponent.long() - 1
     mantissa = value << (fl.MANTISSA_BITS - exponent)
     interval = (mantissa >> (fl.MANTISSA_BITS - fl.INDEX_BITS)) - (1 << fl.INDEX_BITS)

@@ -6,8 +6,6 @@ The noise is that of `sampling/philox.py`, bit for bit: integers until the last 
 
 from __future__ import annotations
 
-import functools
-
 import torch
 import triton
 import triton.language as tl
@@ -15,7 +13,6 @@ from torch import Tensor
 
 from loraplex_services.worker.sampling import fixed_log as fl
 from loraplex_services.worker.sampling import philox
-from loraplex_services.worker.transfers import to_device
 
 BLOCK_TOKENS = 1024
 BLOCK_ROWS = 128
@@ -222,7 +219,7 @@ def draw(scores: Tensor, keys: Tensor, first_id: int = 0) -> Tensor:
     """
     num_rows, num_tokens = scores.shape
     assert scores.is_contiguous() and keys.is_contiguous(), (scores.stride(), keys.stride())
-    floors, tables = scores.new_empty(num_rows), _log_tables(scores.device)
+    floors, tables = scores.new_empty(num_rows), philox.log_tables(scores.device)
     floor_kernel[(triton.cdiv(num_rows, BLOCK_ROWS),)](
         floors, *best(scores), first_id, keys, *tables, num_rows, BLOCK_ROWS=BLOCK_ROWS
     )
@@ -262,9 +259,3 @@ def _join(best_scores: Tensor, best_tokens: Tensor) -> tuple[Tensor, Tensor]:
         JOINED_BLOCKS=JOINED_BLOCKS,
     )
     return row_scores, row_tokens
-
-
-@functools.cache
-def _log_tables(device: torch.device) -> tuple[Tensor, Tensor]:
-    """int64 `[128]` each: inverses and logarithms of `fixed_log`."""
-    return to_device(torch.tensor(fl.INVERSES), device), to_device(torch.tensor(fl.LOGS), device)

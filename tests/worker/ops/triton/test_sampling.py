@@ -10,7 +10,6 @@ from loraplex_services.worker.ops.sampling.triton import (
     BLOCK_TOKENS,
     JOINED_BLOCKS,
     SLACK,
-    _log_tables,
     argmax,
     best,
     draw,
@@ -18,7 +17,7 @@ from loraplex_services.worker.ops.sampling.triton import (
 )
 from loraplex_services.worker.ops.sampling.triton import gumbel as gumbel_of
 from loraplex_services.worker.sampling import drawing
-from loraplex_services.worker.sampling.philox import gumbel
+from loraplex_services.worker.sampling.philox import gumbel, log_tables
 
 SEEDS = (0, 3, -1, -(2**63), 2**63 - 1)
 
@@ -106,7 +105,7 @@ def test_no_noise_is_above_the_bound_that_blocks_are_skipped_by(device):
     words = torch.cat((ends, 2**31 + ends - 1024, 2**32 - 2048 + ends))
     words = torch.cat((words, torch.randint(2**32, (2048,)))).to(device)
     exact, most = (torch.empty(len(words), device=device) for _ in range(2))
-    noise_kernel[(4,)](exact, most, words, *_log_tables(words.device), BLOCK=2048)
+    noise_kernel[(4,)](exact, most, words, *log_tables(words.device), BLOCK=2048)
     assert (exact <= most + SLACK.value / 2).all()
     assert (most - exact)[exact > 3].max() < 0.1
 
