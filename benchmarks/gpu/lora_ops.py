@@ -145,9 +145,10 @@ class OpBench:
 
         def all_sites() -> None:
             for site_id in range(num_sites or self.num_sites):
-                for first, second in ((shrinks, False), (False, expands)):
-                    if first or second:
-                        lora.launch(y, x, site_id, work, None, first, second)
+                if shrinks:
+                    lora.launch(None, x, site_id, work)
+                if expands:
+                    lora.launch(y, x, site_id, work)
 
         return all_sites
 

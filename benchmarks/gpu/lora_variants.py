@@ -61,12 +61,11 @@ def _lora(dtype: torch.dtype, name: str) -> Iterator[Variant]:
             launches.append(("fused", lora_plan.fused_plan(num_outputs), True, True))
         for launch, plan, shrinks, expands in launches:
             for int8 in (False, True) if dtype is torch.bfloat16 and site == "qkv" else (False,):
-                flags = int8, shrinks, expands, launch == "fused"
                 yield Variant(
                     f"lora.{launch}{'-int8' * int8}-{site}.{name}",
                     kernel,
                     types | ({"arena": "*i8"} if int8 else {}),
-                    lora_launch.constants_of(plan, shape, dtype, *flags),
+                    lora_launch.constants_of(plan, shape, dtype, int8, shrinks, expands),
                     plan.num_warps,
                     divisible=("x_stride", "y_stride", "num_inputs"),
                 )

@@ -3,12 +3,17 @@
 A part of a site is what one module adds to: outputs [begin, begin + length) of a site. Every record
 is `RECORD_WORDS` int64. Two numbers in a word are the low and the high 32 bits.
 
-    group   first element of A's rows; element of B's first row that stands for the part's output 0;
-            row strides of A and B; inputs [begin, end) of A's rows; outputs [begin, end) of B's
-            rows, counted from the part's begin; number of rank rows (<= 16) and scale (float32
-            bits); address of the rank rows' float32 scales, which kernels of int8 matrices read
-    vector  0; outputs [begin, end); elements of gain, bias of B and bias delta that stand for
-            the part's output 0, or ABSENT
+    group   A_WORD        first element of A's rows
+            B_WORD        element of B's first row that stands for the part's output 0
+            STRIDES_WORD  row strides of A and B
+            INPUTS_WORD   inputs [begin, end) of A's rows
+            OUTPUTS_WORD  outputs [begin, end) of B's rows, counted from the part's begin
+            SIZE_WORD     number of rank rows (<= 16) and scale (float32 bits)
+            SCALES_WORD   address of the rank rows' float32 scales, if matrices are int8
+    vector  COLUMNS_WORD  outputs [begin, end)
+            GAIN_WORD, LORA_BIAS_WORD, BIAS_WORD
+                          elements of gain, bias of B and bias delta that stand for the part's
+                          output 0, or ABSENT
 
 Elements count from the arena's start, in the adapters' dtype, for vectors in float32. A group is a
 rectangle of both matrices: where tiles are cut, groups are.
@@ -37,8 +42,8 @@ GROUP_ROWS = 16
 MAX_PARTS = 4
 """Most parts of a site in one launch."""
 ABSENT = -(1 << 62)
-A_WORD, B_WORD, SCALES_WORD = 0, 1, 6
-VECTOR_WORDS = (2, 3, 4)
+A_WORD, B_WORD, STRIDES_WORD, INPUTS_WORD, OUTPUTS_WORD, SIZE_WORD, SCALES_WORD = range(7)
+COLUMNS_WORD, GAIN_WORD, LORA_BIAS_WORD, BIAS_WORD = range(1, 5)
 FLOAT32_BYTES = 4
 
 Record = list[int]
@@ -236,7 +241,7 @@ class RecordBuilder:
             if not any(found):
                 continue
             elements = []
-            for word, tile in zip(VECTOR_WORDS, found, strict=True):
+            for word, tile in zip((GAIN_WORD, LORA_BIAS_WORD, BIAS_WORD), found, strict=True):
                 if tile is not None:
                     self._relocate(word, tile)
                 elements.append(ABSENT if tile is None else tile.element(0, part.begin))

@@ -189,6 +189,7 @@ def shrink_constants(shape: SiteShape, dtype: torch.dtype, is_int8: bool) -> dic
         "SPLIT_INPUTS": SPLIT_INPUTS,
         "BLOCK_RANKS": BLOCK_RANKS,
         "BLOCK_INPUTS": 64 if is_half else 32,
+        "INT8": is_int8,
         **_constants(shape, dtype, is_int8),
     }
 
@@ -211,7 +212,6 @@ def _constants(shape: SiteShape, dtype: torch.dtype, is_int8: bool) -> dict[str,
         # No tile of integers is copied ahead: for sm_80 Triton 3.7.1 cannot compile that.
         "STAGES": 1 if is_int8 else 3 if is_half else 2,
         "HAS_CUTS": shape.may_be_cut,
-        "INT8": is_int8,
         "WIDEN": must_widen(dtype),
         "ALIGN": ALIGNED_ELEMENTS if shape.is_aligned else 1,
         "num_warps": 4,

@@ -63,7 +63,7 @@ class DeviceLora:
         if lora.long is None and lora.work is not None and can_fuse(x, base):
             assert isinstance(base, DenseLinear)
             y = torch.empty(len(x), base.out_features, dtype=x.dtype, device=x.device)
-            launch(y, x, site_id, lora.work, base.weight, shrinks=True, expands=True)
+            launch(y, x, site_id, lora.work, base.weight)
             return y
         if self._side is None or not lora.has_work:
             y = base.apply(x)
@@ -117,7 +117,7 @@ def _shrink(x: Tensor, site_id: int, lora: LoraBatch) -> None:
     if lora.long is not None:
         lora.long.shrink(x, site_id)
     if lora.work is not None:
-        launch(None, x, site_id, lora.work, None, shrinks=True, expands=False)
+        launch(None, x, site_id, lora.work)
 
 
 def _expand(y: Tensor, x: Tensor, site_id: int, lora: LoraBatch) -> None:
@@ -125,7 +125,7 @@ def _expand(y: Tensor, x: Tensor, site_id: int, lora: LoraBatch) -> None:
     if lora.long is not None:
         lora.long.expand(y, site_id)
     if lora.work is not None:
-        launch(y, x, site_id, lora.work, None, shrinks=False, expands=True)
+        launch(y, x, site_id, lora.work)
 
 
 def launch(
@@ -133,21 +133,20 @@ def launch(
     x: Tensor,
     site_id: int,
     work: StepWork,
-    base_weight: Tensor | None,
-    shrinks: bool,
-    expands: bool,
+    base_weight: Tensor | None = None,
 ) -> None:
-    """One launch of `update_site`. Together, those that shrink and expand compute
+    """One launch of `update_site`. One without y and then one with y compute
 
         y[t] = gain * (y[t] + coef * (scale * B (A x[t]) + lora bias)) + bias delta
 
+    and one with a base weight computes all of it, together with the base's product.
+
     Args:
-        y: `[T, out]`, contiguous rows. Mutated where `expands`; read without a base weight.
+        y: `[T, out]`, contiguous rows, with the base's product unless there is a base weight.
+            Mutated; None = compute the intermediate only.
         x: `[T, in]`, contiguous rows, of the dtype of y.
         work: runs over the T rows, with their groups listed.
-        base_weight: `[out, in]`; None = y holds the base's product.
-        shrinks: compute the intermediate.
-        expands: add B times the intermediate.
+        base_weight: `[out, in]`.
     """
     tables = work.tables
     shape = tables.shapes[site_id]
@@ -157,6 +156,7 @@ def launch(
     assert num_inputs == shape.num_inputs, (num_inputs, shape)
     ends = [part.end for part in shape.parts]
     plan = _plan(x, ends[-1], base_weight)
+    shrinks, expands = y is None or base_weight is not None, y is not None
     num_row_tiles = -(-num_rows // TILE_ROWS)
     assert num_row_tiles <= work.max_tiles, (num_rows, work.max_tiles)
     num_items = len(ends) * num_splits(num_inputs, len(ends))
@@ -181,9 +181,7 @@ def launch(
         num_shrink,
         num_row_tiles,
         work.max_vectors,
-        **constants_of(
-            plan, shape, x.dtype, tables.is_int8, shrinks, expands, base_weight is not None
-        ),
+        **constants_of(plan, shape, x.dtype, tables.is_int8, shrinks, expands),
         num_warps=plan.num_warps,
     )
 
@@ -195,9 +193,9 @@ def constants_of(
     is_int8: bool,
     shrinks: bool,
     expands: bool,
-    has_base: bool,
 ) -> dict[str, Any]:
-    """The compile-time constants of `update_site`; `dtype` is that of x and y."""
+    """The compile-time constants of `update_site`; `dtype` is that of x and y. A launch that does
+    both also computes the base's product."""
     return {
         "NUM_PARTS": len(shape.parts),
         "SPLITS": num_splits(shape.num_inputs, len(shape.parts)),
@@ -208,7 +206,6 @@ def constants_of(
         "BLOCK_SHRINK": plan.block_shrink,
         "SHRINKS": shrinks,
         "EXPANDS": expands,
-        "HAS_BASE": has_base,
         "HAS_CUTS": shape.may_be_cut,
         "INT8": is_int8,
         "WIDEN": must_widen(dtype),

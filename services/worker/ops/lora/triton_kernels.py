@@ -16,12 +16,27 @@ import triton
 import triton.language as tl
 
 from loraplex_services.worker.ops.lora.triton_lists import (
+    A_WORD,
+    BIAS_WORD,
+    COEF_WORD,
+    COLUMNS_WORD,
+    GAIN_WORD,
     GROUP_ROWS,
+    INPUTS_WORD,
+    LORA_BIAS_WORD,
     NO_ROW,
+    OUTPUTS_WORD,
+    ROWS_WORD,
+    SCALES_WORD,
+    SIZE_WORD,
+    STRIDES_WORD,
     TILE_NUMBERS,
     TILE_ROWS,
+    VECTOR_ROWS_WORD,
     WORDS,
+    add_product,
     aligned,
+    as_pair,
     choose,
     high_word,
     low_word,
@@ -44,10 +59,11 @@ def update_site(
     NUM_PARTS: tl.constexpr, SPLITS: tl.constexpr, SPLIT_INPUTS: tl.constexpr,
     BLOCK_OUTPUTS: tl.constexpr, BLOCK_INPUTS: tl.constexpr, BLOCK_RANKS: tl.constexpr,
     BLOCK_SHRINK: tl.constexpr, SHRINKS: tl.constexpr, EXPANDS: tl.constexpr,
-    HAS_BASE: tl.constexpr, HAS_CUTS: tl.constexpr, INT8: tl.constexpr, WIDEN: tl.constexpr,
-    ALIGN: tl.constexpr, STAGES: tl.constexpr, SHRINK_STAGES: tl.constexpr,
+    HAS_CUTS: tl.constexpr, INT8: tl.constexpr, WIDEN: tl.constexpr, ALIGN: tl.constexpr,
+    STAGES: tl.constexpr, SHRINK_STAGES: tl.constexpr,
 ):  # fmt: skip
-    """y = base product (or y as it is) + the update of one site.
+    """y += the update of one site; a launch that both SHRINKS and EXPANDS first computes the base's
+    product, y = W x.
 
     Grid: `num_shrink` programs that compute h, then one for each tile of outputs and rows. Those of
     a launch that does both wait for the groups of their part. They cannot wait forever: programs
@@ -67,8 +83,7 @@ def update_site(
                 y, x, weight, arena, vector_arena, h, entries, lanes, counts, tile_ends, vectors,
                 done, pid - num_shrink, first_part, max_groups, max_tiles, end_0, end_1, end_2,
                 end_3, num_rows, num_inputs, x_stride, y_stride, num_row_tiles, max_vectors,
-                BLOCK_OUTPUTS, BLOCK_INPUTS, BLOCK_RANKS, SHRINKS, HAS_BASE, HAS_CUTS, INT8, WIDEN,
-                ALIGN, STAGES,
+                BLOCK_OUTPUTS, BLOCK_INPUTS, BLOCK_RANKS, SHRINKS, HAS_CUTS, WIDEN, ALIGN, STAGES,
             )  # fmt: skip
 
 
@@ -145,7 +160,8 @@ def _entry_of(item, entries, first_part, max_groups, NUM_PARTS: tl.constexpr, SP
 @triton.jit
 def _words_of(entry):
     """The words of its entry that every item needs."""
-    return tl.load(entry), tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 5)
+    a_begin, rows = tl.load(entry + A_WORD), tl.load(entry + ROWS_WORD)
+    return a_begin, rows, tl.load(entry + STRIDES_WORD), tl.load(entry + SIZE_WORD)
 
 
 @triton.jit
@@ -162,7 +178,7 @@ def _partial_intermediate(
     in_end = tl.minimum(in_begin + SPLIT_INPUTS, num_inputs)
     first_input = 0
     if HAS_CUTS:
-        cut = tl.load(entry + 3)
+        cut = tl.load(entry + INPUTS_WORD)
         first_input = low_word(cut)
         in_begin, in_end = tl.maximum(in_begin, first_input), tl.minimum(in_end, high_word(cut))
     in_end = aligned(in_end, ALIGN)
@@ -177,20 +193,17 @@ def _partial_intermediate(
         a = tl.load(a_tile, mask=a_mask, other=0.0)
         x_mask = is_row[None, :, None] & is_input[:, None, :]
         x_tile = tl.load(x_rows[None, :, None] + k[:, None, :], mask=x_mask, other=0.0)
-        if WIDEN:
-            a, x_tile = a.to(tl.float32), x_tile.to(tl.float32)
-        totals = tl.dot(x_tile, a.to(x_tile.dtype), totals, input_precision="ieee")
+        totals = add_product(totals, x_tile, a, WIDEN)
     return tl.sum(totals, axis=0)
 
 
 @triton.jit
 def _store_intermediate(h, stride, total, entry, rows, size, INT8: tl.constexpr):
-    """h of a group's row tile: values in the rows of the group, zeros elsewhere. Half precision
-    keeps two numbers whose sum is the value, so that it is not rounded to one."""
-    PAIR: tl.constexpr = h.dtype.element_ty != tl.float32
+    """h of a group's row tile: values in the rows of the group, zeros elsewhere. In half precision
+    it is a pair: see `as_pair`."""
     r, t = tl.arange(0, GROUP_ROWS), tl.arange(0, TILE_ROWS)
     if INT8:
-        scales = tl.load(entry + 6).to(tl.pointer_type(tl.float32))
+        scales = tl.load(entry + SCALES_WORD).to(tl.pointer_type(tl.float32))
         total *= tl.load(scales + r, mask=r < low_word(size), other=0.0)[None, :]
     total *= high_word(size).to(tl.float32, bitcast=True)
     first = low_word(rows) % TILE_ROWS
@@ -200,15 +213,13 @@ def _store_intermediate(h, stride, total, entry, rows, size, INT8: tl.constexpr)
     zeros = h + t.to(tl.int64)[:, None] * stride + r[None, :]
     values = h + (first + t).to(tl.int64)[:, None] * stride + r[None, :]
     zero = tl.zeros((TILE_ROWS, GROUP_ROWS), h.dtype.element_ty)
-    high = total.to(h.dtype.element_ty)
+    high, low = as_pair(total, h.dtype.element_ty)
     tl.store(zeros, zero, mask=outside)
     tl.store(values, high, mask=here)
-    if PAIR:
-        rounded = high.to(tl.float32)
-        low = tl.where(tl.abs(rounded) == float("inf"), 0.0, total - rounded)
+    if h.dtype.element_ty != tl.float32:
         plane = stride.to(tl.int64) * TILE_ROWS
         tl.store(zeros + plane, zero, mask=outside)
-        tl.store(values + plane, low.to(h.dtype.element_ty), mask=here)
+        tl.store(values + plane, low, mask=here)
 
 
 @triton.jit
@@ -240,19 +251,18 @@ def _expand_tile(
     first_part, max_groups, max_tiles, end_0, end_1, end_2, end_3, num_rows, num_inputs, x_stride,
     y_stride, num_row_tiles, max_vectors,
     BLOCK_OUTPUTS: tl.constexpr, BLOCK_INPUTS: tl.constexpr, BLOCK_RANKS: tl.constexpr,
-    WAITS: tl.constexpr, HAS_BASE: tl.constexpr, HAS_CUTS: tl.constexpr, INT8: tl.constexpr,
-    WIDEN: tl.constexpr, ALIGN: tl.constexpr, STAGES: tl.constexpr,
+    IS_FUSED: tl.constexpr, HAS_CUTS: tl.constexpr, WIDEN: tl.constexpr, ALIGN: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One tile of rows and of the outputs of one part."""
+    """A tile of rows and of the outputs of a part. IS_FUSED: y is W x first, others compute h."""
     row_tile, column_tile = tile % num_row_tiles, tile // num_row_tiles
     local, column_tile, begin, end = part_of(column_tile, end_0, end_1, end_2, end_3, BLOCK_OUTPUTS)
     begin, end = aligned(begin, ALIGN), aligned(end, ALIGN)
     part = first_part + local
     ends = tile_ends + part * max_tiles + row_tile
-    last_group = tl.load(ends)
-    first_group = tl.load(ends - 1, mask=row_tile > 0, other=0)
+    last_group, first_group = tl.load(ends), tl.load(ends - 1, mask=row_tile > 0, other=0)
     num_vectors = tl.load(counts + part * 2 + 1)
-    if HAS_BASE | (first_group < last_group) | (num_vectors > 0):
+    if IS_FUSED | (first_group < last_group) | (num_vectors > 0):
         row = row_tile * TILE_ROWS + tl.arange(0, TILE_ROWS)
         column = column_tile * BLOCK_OUTPUTS + tl.arange(0, BLOCK_OUTPUTS)
         is_row, is_column = row < num_rows, column < end - begin
@@ -265,7 +275,7 @@ def _expand_tile(
         # Rows of B are loaded before waiting for the intermediate, later ones a block ahead.
         b_rows = _rows_of_b(part_lanes, at, end_rank, BLOCK_RANKS)
         next_rows = _rows_of_b(part_lanes, at + BLOCK_RANKS, end_rank, BLOCK_RANKS)
-        if HAS_BASE:
+        if IS_FUSED:
             total = _base_product(
                 x + row.to(tl.int64) * x_stride, is_row,
                 weight + (begin + column).to(tl.int64) * num_inputs, is_column, num_inputs,
@@ -276,9 +286,10 @@ def _expand_tile(
         b = _load_b(
             arena, b_rows, listed, at, end_rank, column, is_column, BLOCK_RANKS, HAS_CUTS, ALIGN,
         )  # fmt: skip
-        if WAITS:
+        if IS_FUSED:
             _wait_until(done + part, tl.load(counts + part * 2))
         high, low = _load_intermediate(h, max_groups, at, end_rank, BLOCK_RANKS)
+        # Low numbers, apart: a row's order of sums must not depend on where groups lie in blocks.
         rest = tl.zeros((TILE_ROWS, BLOCK_OUTPUTS), tl.float32)
         while at < end_rank:
             later = at + BLOCK_RANKS
@@ -288,7 +299,9 @@ def _expand_tile(
             )  # fmt: skip
             next_high, next_low = _load_intermediate(h, max_groups, later, end_rank, BLOCK_RANKS)
             next_rows = _rows_of_b(part_lanes, later + BLOCK_RANKS, end_rank, BLOCK_RANKS)
-            total, rest = _add_product(total, rest, high, low, b, INT8, WIDEN)
+            total = add_product(total, high, b, WIDEN)
+            if h.dtype.element_ty != tl.float32:
+                rest = add_product(rest, low, b, WIDEN)
             b, high, low, at = next_b, next_high, next_low, later
         vectors += part.to(tl.int64) * max_vectors * WORDS
         total = _with_vectors(total + rest, vector_arena, vectors, num_vectors, row, column)
@@ -328,7 +341,7 @@ def _load_b(
     mask = (b_rows > NO_ROW)[:, None] & is_column[None, :]
     if HAS_CUTS:
         k = at + tl.arange(0, BLOCK_RANKS)
-        cut = tl.load(entries + (k // GROUP_ROWS) * WORDS + 4, mask=k < end, other=0)
+        cut = tl.load(entries + k // GROUP_ROWS * WORDS + OUTPUTS_WORD, mask=k < end, other=0)
         mask = mask & (column[None, :] >= low_word(cut)[:, None])
         mask = mask & (column[None, :] < high_word(cut)[:, None])
     rows = arena + aligned(b_rows, ALIGN)
@@ -337,8 +350,7 @@ def _load_b(
 
 @triton.jit
 def _load_intermediate(h, max_groups, at, end, BLOCK_RANKS: tl.constexpr):
-    """h of the listed rank rows `at` and following, `[TILE_ROWS, BLOCK_RANKS]`, as two numbers of
-    half precision whose sum it is; float32 is its own first number."""
+    """h of the listed rank rows `at` and following, `[TILE_ROWS, BLOCK_RANKS]`: see `as_pair`."""
     k, t = aligned(at, GROUP_ROWS) + tl.arange(0, BLOCK_RANKS), tl.arange(0, TILE_ROWS)
     pointers = h + t.to(tl.int64)[:, None] * (max_groups * GROUP_ROWS) + k[None, :]
     is_rank = (k < aligned(end, GROUP_ROWS))[None, :]
@@ -348,21 +360,6 @@ def _load_intermediate(h, max_groups, at, end, BLOCK_RANKS: tl.constexpr):
         plane = tl.cast(max_groups, tl.int64) * TILE_NUMBERS
         low = tl.load(pointers + plane, mask=is_rank, other=0.0)
     return high, low
-
-
-@triton.jit
-def _add_product(total, rest, high, low, b, INT8: tl.constexpr, WIDEN: tl.constexpr):
-    """total + high b, and rest + low b. They are summed apart, so that the order of a row's sums
-    does not depend on where its groups lie in blocks."""
-    PAIR: tl.constexpr = high.dtype != tl.float32
-    if WIDEN:
-        b, high, low = b.to(tl.float32), high.to(tl.float32), low.to(tl.float32)
-    elif INT8:
-        b = b.to(high.dtype)
-    total = tl.dot(high, b, total, input_precision="ieee")
-    if PAIR:
-        rest = tl.dot(low, b, rest, input_precision="ieee")
-    return total, rest
 
 
 @triton.jit
@@ -376,9 +373,10 @@ def _with_vectors(total, vector_arena, vectors, num_vectors, row, column):
 @triton.jit
 def _with_vector(total, vector_arena, vector, row, column):
     """`_with_vectors` for the vectors of one adapter, or for a part of them."""
-    rows, cut = tl.load(vector), tl.load(vector + 1)
-    gain, lora_bias, bias = tl.load(vector + 2), tl.load(vector + 3), tl.load(vector + 4)
-    coef = tl.load(vector + 5).to(tl.int32).to(tl.float32, bitcast=True)
+    rows, cut = tl.load(vector + VECTOR_ROWS_WORD), tl.load(vector + COLUMNS_WORD)
+    gain, bias = tl.load(vector + GAIN_WORD), tl.load(vector + BIAS_WORD)
+    lora_bias = tl.load(vector + LORA_BIAS_WORD)
+    coef = tl.load(vector + COEF_WORD).to(tl.int32).to(tl.float32, bitcast=True)
     is_row = (row >= low_word(rows)) & (row < high_word(rows))
     is_column = (column >= low_word(cut)) & (column < high_word(cut))
     changed = total

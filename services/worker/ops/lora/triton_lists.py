@@ -1,6 +1,6 @@
-"""The Triton program that lists a step's groups, and helpers for programs that read the lists.
+"""The Triton program that lists a step's groups, and what programs share that read groups.
 
-See README.md for the words of records and lists.
+`device_records.py` describes the words of records, and README.md the lists.
 """
 
 from __future__ import annotations
@@ -8,22 +8,38 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-WORDS = tl.constexpr(8)
+from loraplex_services.worker.ops.lora import device_records as host
+from loraplex_services.worker.ops.lora import launch_plan
+
+WORDS = tl.constexpr(host.RECORD_WORDS)
+INDEX_WORDS = tl.constexpr(host.INDEX_WORDS)
+GROUP_ROWS = tl.constexpr(host.GROUP_ROWS)
+NO_ROW = tl.constexpr(host.ABSENT)
+A_WORD, B_WORD = tl.constexpr(host.A_WORD), tl.constexpr(host.B_WORD)
+STRIDES_WORD, SIZE_WORD = tl.constexpr(host.STRIDES_WORD), tl.constexpr(host.SIZE_WORD)
+INPUTS_WORD, OUTPUTS_WORD = tl.constexpr(host.INPUTS_WORD), tl.constexpr(host.OUTPUTS_WORD)
+SCALES_WORD = tl.constexpr(host.SCALES_WORD)
+GAIN_WORD, BIAS_WORD = tl.constexpr(host.GAIN_WORD), tl.constexpr(host.BIAS_WORD)
+LORA_BIAS_WORD = tl.constexpr(host.LORA_BIAS_WORD)
+COLUMNS_WORD = tl.constexpr(host.COLUMNS_WORD)
+ROWS_WORD = tl.constexpr(1)
+"""Of a listed group: its token rows [begin, end), in place of B_WORD."""
+VECTOR_ROWS_WORD, COEF_WORD = tl.constexpr(0), tl.constexpr(5)
+"""Of a listed vector: its token rows [begin, end), and the bits of its run's coefficient."""
 RUN_WORDS = tl.constexpr(4)
-INDEX_WORDS = tl.constexpr(4)
-GROUP_ROWS = tl.constexpr(16)
-TILE_ROWS = tl.constexpr(16)
-TILE_NUMBERS = tl.constexpr(16 * 16)
-NO_ROW = tl.constexpr(-(1 << 62))
+TILE_ROWS = tl.constexpr(launch_plan.TILE_ROWS)
+TILE_NUMBERS = tl.constexpr(launch_plan.TILE_ROWS * host.GROUP_ROWS)
 
 
 @triton.jit
 def low_word(word):
+    """The low 32 bits of int64 words, where they are a number of at most 31."""
     return (word & 0x7FFFFFFF).to(tl.int32)
 
 
 @triton.jit
 def high_word(word):
+    """The high 32 bits of int64 words."""
     return (word >> 32).to(tl.int32)
 
 
@@ -77,18 +93,18 @@ def list_groups(
         record = records + (first + g) * WORDS
         entry_number = part * max_groups + offset + g
         entry = entries + entry_number * WORDS
-        b_offset = tl.load(record + 1, mask=is_group, other=0)
-        strides = tl.load(record + 2, mask=is_group, other=0)
-        size = tl.load(record + 5, mask=is_group, other=0)
+        b_offset = tl.load(record + B_WORD, mask=is_group, other=0)
+        strides = tl.load(record + STRIDES_WORD, mask=is_group, other=0)
+        size = tl.load(record + SIZE_WORD, mask=is_group, other=0)
         factor = coef * high_word(size).to(tl.float32, bitcast=True)
         bits = factor.to(tl.int32, bitcast=True).to(tl.int64)
-        tl.store(entry, tl.load(record, mask=is_group, other=0), mask=is_group)
-        tl.store(entry + 1, rows, mask=is_group)
-        tl.store(entry + 2, strides, mask=is_group)
-        tl.store(entry + 3, tl.load(record + 3, mask=is_group, other=0), mask=is_group)
-        tl.store(entry + 4, tl.load(record + 4, mask=is_group, other=0), mask=is_group)
-        tl.store(entry + 5, low_word(size).to(tl.int64) | (bits << 32), mask=is_group)
-        tl.store(entry + 6, tl.load(record + 6, mask=is_group, other=0), mask=is_group)
+        _copy_word(entry, record, A_WORD, is_group)
+        tl.store(entry + ROWS_WORD, rows, mask=is_group)
+        tl.store(entry + STRIDES_WORD, strides, mask=is_group)
+        _copy_word(entry, record, INPUTS_WORD, is_group)
+        _copy_word(entry, record, OUTPUTS_WORD, is_group)
+        tl.store(entry + SIZE_WORD, low_word(size).to(tl.int64) | (bits << 32), mask=is_group)
+        _copy_word(entry, record, SCALES_WORD, is_group)
         row_of_b = b_offset[:, None] + r[None, :] * high_word(strides)[:, None].to(tl.int64)
         row_of_b = tl.where(r[None, :] < low_word(size)[:, None], row_of_b, NO_ROW)
         lane = entry_number[:, None] * GROUP_ROWS + r[None, :]
@@ -114,9 +130,37 @@ def _list_vectors(vectors, records, entry, is_run, rows, coef):
         is_vector = v < count
         record = records + (first + v) * WORDS
         vector = vectors + (offset + v) * WORDS
-        tl.store(vector, rows, mask=is_vector)
-        for word in tl.static_range(1, 5):
-            tl.store(vector + word, tl.load(record + word, mask=is_vector, other=0), mask=is_vector)
+        tl.store(vector + VECTOR_ROWS_WORD, rows, mask=is_vector)
+        _copy_word(vector, record, COLUMNS_WORD, is_vector)
+        _copy_word(vector, record, GAIN_WORD, is_vector)
+        _copy_word(vector, record, LORA_BIAS_WORD, is_vector)
+        _copy_word(vector, record, BIAS_WORD, is_vector)
         bits = coef.to(tl.int32, bitcast=True).to(tl.int64)
-        tl.store(vector + 5, bits, mask=is_vector)
+        tl.store(vector + COEF_WORD, bits, mask=is_vector)
     return tl.sum(count, axis=0)
+
+
+@triton.jit
+def _copy_word(to, record, word: tl.constexpr, mask):
+    """Copy one word of some records."""
+    tl.store(to + word, tl.load(record + word, mask=mask, other=0), mask=mask)
+
+
+@triton.jit
+def as_pair(values, DTYPE: tl.constexpr):
+    """Float32 values as two numbers of half precision whose sum they are, so that they are not
+    rounded to one. In float32, the first number is the value, and nothing reads the second."""
+    high = values.to(DTYPE)
+    low = high
+    if DTYPE != tl.float32:
+        rounded = high.to(tl.float32)
+        low = tl.where(tl.abs(rounded) == float("inf"), 0.0, values - rounded).to(DTYPE)
+    return high, low
+
+
+@triton.jit
+def add_product(total, x, w, WIDEN: tl.constexpr):
+    """total + x w, where w may be narrower than x."""
+    if WIDEN:
+        x = x.to(tl.float32)
+    return tl.dot(x, w.to(x.dtype), total, input_precision="ieee")

@@ -13,11 +13,24 @@ import triton.language as tl
 
 from loraplex_services.worker.ops.lora.triton_kernels import part_of
 from loraplex_services.worker.ops.lora.triton_lists import (
+    A_WORD,
+    B_WORD,
+    BIAS_WORD,
+    COLUMNS_WORD,
+    GAIN_WORD,
     GROUP_ROWS,
     INDEX_WORDS,
+    INPUTS_WORD,
+    LORA_BIAS_WORD,
     NO_ROW,
+    OUTPUTS_WORD,
+    SCALES_WORD,
+    SIZE_WORD,
+    STRIDES_WORD,
     WORDS,
+    add_product,
     aligned,
+    as_pair,
     choose,
     high_word,
     low_word,
@@ -82,16 +95,16 @@ def shrink_long(
             local = (number >= end_1).to(tl.int32) + (number >= end_2) + (number >= end_3)
             first = tl.load(of_slot + local * INDEX_WORDS, mask=is_group, other=0).to(tl.int64)
             record = records + (first + number - choose(local, 0, end_1, end_2, end_3)) * WORDS
-            size = tl.load(record + 5, mask=is_group, other=0)
+            size = tl.load(record + SIZE_WORD, mask=is_group, other=0)
             is_rank = lane < low_word(size)
             total = _partial_rows(
                 x, arena, record, is_group, is_rank, lane, begin, end, split * SPLIT_INPUTS,
                 num_inputs, x_stride, SPLIT_INPUTS, BLOCK_ROWS, BLOCK_RANKS, BLOCK_INPUTS, HAS_CUTS,
-                INT8, WIDEN, ALIGN, STAGES,
+                WIDEN, ALIGN, STAGES,
             )  # fmt: skip
             factor = coef * high_word(size).to(tl.float32, bitcast=True)
             if INT8:
-                scales = tl.load(record + 6, mask=is_group, other=0)
+                scales = tl.load(record + SCALES_WORD, mask=is_group, other=0)
                 scales = scales.to(tl.pointer_type(tl.float32))
                 factor *= tl.load(scales + lane, mask=is_rank, other=0.0)
             numbers: tl.constexpr = BLOCK_ROWS * BLOCK_RANKS
@@ -120,17 +133,18 @@ def shrink_long(
 def _partial_rows(
     x, arena, record, is_group, is_rank, lane, begin, end, in_begin, num_inputs, x_stride,
     SPLIT_INPUTS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_RANKS: tl.constexpr,
-    BLOCK_INPUTS: tl.constexpr, HAS_CUTS: tl.constexpr, INT8: tl.constexpr, WIDEN: tl.constexpr,
-    ALIGN: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK_INPUTS: tl.constexpr, HAS_CUTS: tl.constexpr, WIDEN: tl.constexpr, ALIGN: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """x A^T over one split of the inputs, `[BLOCK_ROWS, BLOCK_RANKS]`."""
     row = begin + tl.arange(0, BLOCK_ROWS)
     is_row = row < end
     x_rows = x + row.to(tl.int64) * x_stride
-    a_stride = aligned(low_word(tl.load(record + 2, mask=is_group, other=0)), ALIGN)
-    a_rows = aligned(tl.load(record, mask=is_group, other=0), ALIGN) + lane * a_stride
+    strides = tl.load(record + STRIDES_WORD, mask=is_group, other=0)
+    a_stride = aligned(low_word(strides), ALIGN)
+    a_rows = aligned(tl.load(record + A_WORD, mask=is_group, other=0), ALIGN) + lane * a_stride
     if HAS_CUTS:
-        cut = tl.load(record + 3, mask=is_group, other=0)
+        cut = tl.load(record + INPUTS_WORD, mask=is_group, other=0)
         cut_begin, cut_end = cut & 0x7FFFFFFF, cut >> 32  # in 32 bits, Triton 3.6 fails to compile
         a_rows -= cut_begin
     in_end = aligned(tl.minimum(in_begin + SPLIT_INPUTS, num_inputs), ALIGN)
@@ -145,11 +159,7 @@ def _partial_rows(
             a_mask = a_mask & (k[:, None] >= cut_begin[None, :])
             a_mask = a_mask & (k[:, None] < cut_end[None, :])
         a_tile = tl.load(arena + a_rows[None, :] + k[:, None], mask=a_mask, other=0.0)
-        if WIDEN:
-            a_tile, x_tile = a_tile.to(tl.float32), x_tile.to(tl.float32)
-        elif INT8:
-            a_tile = a_tile.to(x_tile.dtype)
-        total = tl.dot(x_tile, a_tile, total, input_precision="ieee")
+        total = add_product(total, x_tile, a_tile, WIDEN)
     return total
 
 
@@ -160,8 +170,8 @@ def expand_long(
     y, arena, vector_arena, h, tiles, index, records, first_part, num_parts, end_0, end_1, end_2,
     end_3, y_stride, span,
     NUM_PARTS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_OUTPUTS: tl.constexpr,
-    H_RANKS: tl.constexpr, HAS_CUTS: tl.constexpr, INT8: tl.constexpr, WIDEN: tl.constexpr,
-    ALIGN: tl.constexpr, STAGES: tl.constexpr,
+    H_RANKS: tl.constexpr, HAS_CUTS: tl.constexpr, WIDEN: tl.constexpr, ALIGN: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """y = gain * (y + B h + coef * bias of B) + bias delta.
 
@@ -194,19 +204,19 @@ def expand_long(
             _expand_span(
                 y, arena, vector_arena, h_tile, before, groups, num_groups, vectors,
                 num_vectors, coef, first, last, begin, row_begin, row_end, y_stride,
-                BLOCK_ROWS, BLOCK_OUTPUTS, 16, H_RANKS, True, HAS_CUTS, INT8, WIDEN, ALIGN, STAGES,
+                BLOCK_ROWS, BLOCK_OUTPUTS, 16, H_RANKS, True, HAS_CUTS, WIDEN, ALIGN, STAGES,
             )  # fmt: skip
         elif is_plain & (num_ranks <= 64):
             _expand_span(
                 y, arena, vector_arena, h_tile, before, groups, num_groups, vectors,
                 num_vectors, coef, first, last, begin, row_begin, row_end, y_stride,
-                BLOCK_ROWS, BLOCK_OUTPUTS, 64, H_RANKS, True, HAS_CUTS, INT8, WIDEN, ALIGN, 2,
+                BLOCK_ROWS, BLOCK_OUTPUTS, 64, H_RANKS, True, HAS_CUTS, WIDEN, ALIGN, 2,
             )  # fmt: skip
         else:
             _expand_span(
                 y, arena, vector_arena, h_tile, before, groups, num_groups, vectors,
                 num_vectors, coef, first, last, begin, row_begin, row_end, y_stride,
-                BLOCK_ROWS, BLOCK_OUTPUTS, 16, H_RANKS, False, HAS_CUTS, INT8, WIDEN, ALIGN, 1,
+                BLOCK_ROWS, BLOCK_OUTPUTS, 16, H_RANKS, False, HAS_CUTS, WIDEN, ALIGN, 1,
             )  # fmt: skip
 
 
@@ -215,8 +225,8 @@ def _expand_span(
     y, arena, vector_arena, h, before, groups, num_groups, vectors, num_vectors, coef, first, last,
     begin, row_begin, row_end, y_stride,
     BLOCK_ROWS: tl.constexpr, BLOCK_OUTPUTS: tl.constexpr, BLOCK_RANKS: tl.constexpr,
-    H_RANKS: tl.constexpr, IS_PLAIN: tl.constexpr, HAS_CUTS: tl.constexpr, INT8: tl.constexpr,
-    WIDEN: tl.constexpr, ALIGN: tl.constexpr, STAGES: tl.constexpr,
+    H_RANKS: tl.constexpr, IS_PLAIN: tl.constexpr, HAS_CUTS: tl.constexpr, WIDEN: tl.constexpr,
+    ALIGN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Outputs [first, last) of a part for the rows of a tile. IS_PLAIN: the adapter has at most
     BLOCK_RANKS rank rows and no vectors."""
@@ -233,7 +243,7 @@ def _expand_span(
         mask = (row < row_end - row_begin)[:, None] & (column < last)[None, :]
         total = tl.load(y_rows + column[None, :], mask=mask, other=0.0).to(tl.float32)
         b = _load_columns(arena, b_rows, cut, is_rank, column, last, HAS_CUTS)
-        total = _add_rows(total, high, low, b, INT8, WIDEN)
+        total = _add_rows(total, high, low, b, WIDEN)
         if not IS_PLAIN:
             for rank in range(BLOCK_RANKS, num_groups * GROUP_ROWS, BLOCK_RANKS):
                 more_b_rows, more_cut, is_more, more_high, more_low = _load_ranks(
@@ -241,7 +251,7 @@ def _expand_span(
                     y.dtype.element_ty, HAS_CUTS, ALIGN,
                 )  # fmt: skip
                 b = _load_columns(arena, more_b_rows, more_cut, is_more, column, last, HAS_CUTS)
-                total = _add_rows(total, more_high, more_low, b, INT8, WIDEN)
+                total = _add_rows(total, more_high, more_low, b, WIDEN)
             if num_vectors > 0:
                 gain, added, bias = _load_vectors(vector_arena, vectors, num_vectors, column)
                 total = gain[None, :] * (total + coef * added[None, :]) + bias[None, :]
@@ -255,9 +265,8 @@ def _load_ranks(
     IS_PLAIN: tl.constexpr, DTYPE: tl.constexpr, HAS_CUTS: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
     """Where rows of B begin from rank row `rank` of a part on, the outputs that they have, which
-    of them there are, and their intermediate. In half precision, it is two numbers whose sum is
-    the intermediate, so that it is not rounded to one. Groups follow each other without gaps where
-    IS_PLAIN, else each has 16 rows."""
+    of them there are, and their intermediate: see `as_pair`. Groups follow each other without gaps
+    where IS_PLAIN, else each has 16 rows."""
     k = rank + tl.arange(0, BLOCK_RANKS)
     if IS_PLAIN:
         sizes, ends = _group_sizes(groups, num_groups)
@@ -267,22 +276,17 @@ def _load_ranks(
     else:
         group, lane = k // GROUP_ROWS, k % GROUP_ROWS
     record, is_group = groups + group * WORDS, group < num_groups
-    is_rank = lane < low_word(tl.load(record + 5, mask=is_group, other=0))
-    b_stride = high_word(tl.load(record + 2, mask=is_group, other=0))
-    b_rows = tl.load(record + 1, mask=is_group, other=0)
+    is_rank = lane < low_word(tl.load(record + SIZE_WORD, mask=is_group, other=0))
+    b_stride = high_word(tl.load(record + STRIDES_WORD, mask=is_group, other=0))
+    b_rows = tl.load(record + B_WORD, mask=is_group, other=0)
     b_rows = aligned(b_rows, ALIGN) + lane * aligned(b_stride, ALIGN)
     cut = b_rows
     if HAS_CUTS:
-        cut = tl.load(record + 4, mask=is_group, other=0)
+        cut = tl.load(record + OUTPUTS_WORD, mask=is_group, other=0)
     r = (before + group) * GROUP_ROWS + lane
     spot = r // H_RANKS * (BLOCK_ROWS * H_RANKS) + r % H_RANKS
     pointers = h + spot[None, :] + tl.arange(0, BLOCK_ROWS)[:, None] * H_RANKS
-    rows = tl.load(pointers, mask=is_rank[None, :], other=0.0)
-    high = rows.to(DTYPE)
-    low = high
-    if DTYPE != tl.float32:
-        rounded = high.to(tl.float32)
-        low = tl.where(tl.abs(rounded) == float("inf"), 0.0, rows - rounded).to(DTYPE)
+    high, low = as_pair(tl.load(pointers, mask=is_rank[None, :], other=0.0), DTYPE)
     return b_rows, cut, is_rank, high, low
 
 
@@ -290,7 +294,7 @@ def _load_ranks(
 def _group_sizes(groups, num_groups):
     """Rank rows of the first groups of a part, and the sums over each and those before it."""
     g = tl.arange(0, PLAIN_GROUPS)
-    sizes = low_word(tl.load(groups + g * WORDS + 5, mask=g < num_groups, other=0))
+    sizes = low_word(tl.load(groups + g * WORDS + SIZE_WORD, mask=g < num_groups, other=0))
     return sizes, tl.cumsum(sizes, axis=0)
 
 
@@ -305,16 +309,11 @@ def _load_columns(arena, b_rows, cut, is_rank, column, last, HAS_CUTS: tl.conste
 
 
 @triton.jit
-def _add_rows(total, high, low, b, INT8: tl.constexpr, WIDEN: tl.constexpr):
+def _add_rows(total, high, low, b, WIDEN: tl.constexpr):
     """total + (high + low) b."""
-    IS_PAIR: tl.constexpr = high.dtype != tl.float32
-    if WIDEN:
-        b, high, low = b.to(tl.float32), high.to(tl.float32), low.to(tl.float32)
-    elif INT8:
-        b = b.to(high.dtype)
-    total = tl.dot(high, b, total, input_precision="ieee")
-    if IS_PAIR:
-        total = tl.dot(low, b, total, input_precision="ieee")
+    total = add_product(total, high, b, WIDEN)
+    if high.dtype != tl.float32:
+        total = add_product(total, low, b, WIDEN)
     return total
 
 
@@ -325,12 +324,12 @@ def _load_vectors(vector_arena, vectors, num_vectors, column):
     added, bias = tl.zeros(column.shape, tl.float32), tl.zeros(column.shape, tl.float32)
     for v in range(num_vectors):
         vector = vectors + v * WORDS
-        cut = tl.load(vector + 1)
+        cut = tl.load(vector + COLUMNS_WORD)
         is_column = (column >= low_word(cut)) & (column < high_word(cut))
-        at = tl.load(vector + 2)
+        at = tl.load(vector + GAIN_WORD)
         gain = tl.load(vector_arena + at + column, mask=is_column & (at > NO_ROW), other=gain)
-        at = tl.load(vector + 3)
+        at = tl.load(vector + LORA_BIAS_WORD)
         added = tl.load(vector_arena + at + column, mask=is_column & (at > NO_ROW), other=added)
-        at = tl.load(vector + 4)
+        at = tl.load(vector + BIAS_WORD)
         bias = tl.load(vector_arena + at + column, mask=is_column & (at > NO_ROW), other=bias)
     return gain, added, bias

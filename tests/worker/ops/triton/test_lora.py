@@ -47,8 +47,8 @@ def build(rng, shape, dtype, device, block_bytes, ranks=(1, 3, 16, 17, 64), int8
 
 
 def update(y, x, work):
-    fast.launch(None, x, SITE, work, None, shrinks=True, expands=False)
-    fast.launch(y, x, SITE, work, None, shrinks=False, expands=True)
+    fast.launch(None, x, SITE, work)
+    fast.launch(y, x, SITE, work)
 
 
 def apply(y, x, runs, tables):
