@@ -26,7 +26,6 @@ from loraplex_services.worker.types.messages import (
     Submit,
     Unpin,
 )
-from loraplex_services.worker.types.runner_protocol import DoneStep
 from loraplex_services.worker.types.step_plan import SampledRow, StepPlan
 
 
@@ -43,6 +42,20 @@ class Run:
     """Median of the steps that decode the whole batch and nothing else."""
     step_cpu_s: float
     num_steps: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class DoneStep:
+    """A `LaunchedStep` that ended before its launch returned."""
+
+    rows: list[SampledRow]
+
+    def choose_tokens(self) -> None:
+        """Does nothing: the tokens are chosen."""
+
+    def result(self) -> list[SampledRow]:
+        """The rows of the step."""
+        return self.rows
 
 
 @dataclass(slots=True)

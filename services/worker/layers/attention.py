@@ -11,6 +11,7 @@ from loraplex_services.worker.layers.forward_batch import ForwardBatch
 from loraplex_services.worker.layers.lora_linear import LoraLinear
 from loraplex_services.worker.ops.activation.torch import Gated
 from loraplex_services.worker.ops.attention.backend import AttentionBackend
+from loraplex_services.worker.ops.lora.worklist import LoraBatch
 from loraplex_services.worker.ops.norm.torch import Norm
 from loraplex_services.worker.ops.rope.torch import CosSin, Rotate
 from loraplex_services.worker.types.model_config import ModelConfig
@@ -65,7 +66,8 @@ class SelfAttention:
         q, k = heads.split((self._q_size, self._kv_size), dim=-1)
         if self._head_norms is not None:
             q, k = (
-                self._normed(x, n, batch) for x, n in zip((q, k), self._head_norms, strict=True)
+                normed_heads(x, norm, self._head_dim, batch.lora)
+                for x, norm in zip((q, k), self._head_norms, strict=True)
             )
         if self._scales_queries:
             assert batch.query_scales is not None, "set before the first layer"
@@ -83,10 +85,10 @@ class SelfAttention:
         pairs = heads.view(len(x), -1, 2, self._head_dim)
         return torch.cat((pairs[:, :, 0].flatten(1), others), dim=-1), pairs[:, :, 1].flatten(1)
 
-    def _normed(self, x: Tensor, norm: Norm, batch: ForwardBatch) -> Tensor:
-        """Normalises each head separately; `[T, heads * D]`."""
-        heads = x.view(len(x), -1, self._head_dim)
-        return norm.forward(heads, batch.lora).flatten(1)
+
+def normed_heads(x: Tensor, norm: Norm, head_dim: int, lora: LoraBatch) -> Tensor:
+    """Normalises each head separately; `[T, heads * D]`."""
+    return norm.forward(x.view(len(x), -1, head_dim), lora).flatten(1)
 
 
 def query_scales(config: ModelConfig, device: torch.device) -> Tensor | None:

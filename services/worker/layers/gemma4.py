@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from loraplex_services.worker.layers.attention import normed_heads
 from loraplex_services.worker.layers.embedding import TokenTable
 from loraplex_services.worker.layers.forward_batch import ForwardBatch
 from loraplex_services.worker.layers.lora_linear import LoraLinear
@@ -59,25 +60,21 @@ class Gemma4Attention:
 
     def forward(self, x: Tensor, cos_sin: CosSin, batch: ForwardBatch) -> Tensor:
         """`[T, H]` -> `[T, H]`."""
-        y = self._qkv.forward(x, batch.lora)
+        lora, head_dim = batch.lora, self._head_dim
+        y = self._qkv.forward(x, lora)
         q, others = y[:, : self._q_size], y[:, self._q_size :]
-        q = self._rotate(self._normed(q, self._q_norm, batch), cos_sin, self._head_dim)
+        q = self._rotate(normed_heads(q, self._q_norm, head_dim, lora), cos_sin, head_dim)
         if self._k_norm is None:
             assert self._shared is not None, "without keys of its own, it reads another layer's"
             k, v = batch.shared_kv[self._shared]
         else:
             k, v = others[:, : self._kv_size], others[:, -self._kv_size :]
-            v = self._normed(v, self._v_norm, batch)
-            k = self._rotate(self._normed(k, self._k_norm, batch), cos_sin, self._head_dim)
+            v = normed_heads(v, self._v_norm, head_dim, lora)
+            k = self._rotate(normed_heads(k, self._k_norm, head_dim, lora), cos_sin, head_dim)
             if self._shared is not None:
                 batch.shared_kv[self._shared] = k, v
         attended = self._backend.forward(q, k, v, batch.attention)
-        return self._o.forward(attended, batch.lora)
-
-    def _normed(self, x: Tensor, norm: Norm, batch: ForwardBatch) -> Tensor:
-        """Normalises each head separately; `[T, heads * D]`."""
-        heads = x.reshape(len(x), -1, self._head_dim)
-        return norm.forward(heads, batch.lora).flatten(1)
+        return self._o.forward(attended, lora)
 
 
 @dataclass(frozen=True, slots=True)

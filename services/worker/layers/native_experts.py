@@ -44,8 +44,10 @@ def choose_experts(
     return chosen, weights
 
 
-def operation_of(activation: str) -> Operation | None:
+def operation_of(activation: Activation | None) -> Operation | None:
     """The operation act(a) * b; None if there is no kernel of it."""
+    if not isinstance(activation, str):
+        return None
     if activation in GELU_TANH:
         return Operation.GELU_TANH
     return {"silu": Operation.SILU, "sigmoid": Operation.SIGMOID}.get(activation)

@@ -76,7 +76,7 @@ class NativeOperators(Operators):
 
     def linear(self, weight: Tensor, activation: Activation | None = None) -> BaseLinear:
         """See Operators."""
-        operation = operation_of(activation) if isinstance(activation, str) else None
+        operation = operation_of(activation)
         if self._on_amx and operation is not None and are_joined(len(weight), operation):
             return GateLinear(self.native, weight, operation)
         if self._in_tiles:
@@ -105,7 +105,7 @@ class NativeOperators(Operators):
         """See Operators."""
         if not is_readable(weight):
             return super().coded_linear(weight, dtype, activation)
-        operation = operation_of(activation) if isinstance(activation, str) else None
+        operation = operation_of(activation)
         if operation is not None and are_joined(weight.out_features, operation):
             return CodedGate(self.native, weight, operation)
         return CodedLinear(self.native, weight)

@@ -102,8 +102,7 @@ class TritonLora:
 
     def product(self, base: BaseLinear, x: Tensor, site_id: int, lora: LoraBatch) -> Tensor:
         """See `JoinedUpdate`."""
-        acts = lora.work is not None or lora.runs
-        if not acts or lora.replaces_rows(site_id):
+        if not lora.may_act or lora.replaces_rows(site_id):
             y = base.apply(x)
             self(y, x, site_id, lora)
             return y
@@ -112,7 +111,7 @@ class TritonLora:
 
     def __call__(self, y: Tensor, x: Tensor, site_id: int, lora: LoraBatch) -> None:
         """See `ops/lora`."""
-        if lora.work is None and not lora.runs:
+        if not lora.may_act:
             return
         lora.await_site(site_id)
         if lora.replaces_rows(site_id):

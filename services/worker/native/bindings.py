@@ -91,8 +91,7 @@ class Native:
         panels = packed.view(-1, num_inputs, self.panel)[first : -(-end // self.panel)]
         lanes = torch.arange(self.panel)
         if packed.dtype is torch.bfloat16:  # pairs lanes: see gemm.cpp
-            lanes = lanes.view(-1, 2).T.flatten().argsort().argsort()
-            lanes = torch.cat((lanes[: self.panel // 2], lanes[self.panel // 2 :]))
+            lanes = lanes.view(-1, 2).T.flatten()
         rows = panels[:, :, lanes].transpose(1, 2).reshape(-1, num_inputs)
         return rows[begin - first * self.panel : end - first * self.panel]
 

@@ -255,9 +255,9 @@ class KnownTokens:
         self.kept = kept
         self.rates = replace(kept.rates)
         self.proposal: int | None = None
-        """The proposals of the draft head in the last step."""
+        """The draft that the base's head proposed at the end of the last step."""
         self._was_proposed = False
-        """Whether the latest drafts were."""
+        """Whether the latest drafts came from that head."""
         self._output_ids = request.output_ids
         self._num_outputs = len(request.output_ids)
         self._tokens = TokenRun(request.tokens(0, request.num_tokens)[-MAX_SEARCHED:])

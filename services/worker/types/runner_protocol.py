@@ -105,20 +105,6 @@ class LaunchedStep(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class DoneStep:
-    """A step that ended before its launch returned."""
-
-    rows: list[SampledRow]
-
-    def choose_tokens(self) -> None:
-        """Does nothing: the tokens are chosen."""
-
-    def result(self) -> list[SampledRow]:
-        """The rows of the step."""
-        return self.rows
-
-
 class Runner(Protocol):
     """One base on one device: the arena's bytes, the adapters' tables, the forward pass."""
 

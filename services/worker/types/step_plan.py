@@ -99,8 +99,7 @@ class StepPlan:
 
     @cached_property
     def num_prompt_tokens(self) -> int:
-        """Number of positions of tokens that were known before, except the last one of each
-        request."""
+        """Number of positions of the rows in the context phase that verify no drafts."""
         return sum(row.num_tokens for row in self.contexts if not row.drafts)
 
     @cached_property

@@ -97,8 +97,8 @@ struct Best {
 };
 
 // The best of columns [begin, end), the lowest among equals; -1 where no score is left. Column 0 is
-// the token `first`. Blocks and tokens that cannot win are passed over. That changes no result: sums round monotonically, and the
-// noise that a token needs is reduced by what rounding can add.
+// the token `first`. Blocks and tokens that cannot win are passed over. That changes no result: sums
+// round monotonically, and the noise that a token needs is reduced by what rounding can add.
 Best draw(const float* scores, int64_t begin, int64_t end, int64_t first, Key key,
           const Logs& tables) {
     Best best;

@@ -229,7 +229,7 @@ class AttentionMaker:
     def layer(
         self, config: ModelConfig, layer: int, sinks: Tensor | None = None, *, rotated: bool = False
     ) -> AttentionBackend:
-        """The backend of one layer; see `Operators.attention`."""
+        """The backend of one layer. `rotated`: queries and keys come rotated, even if it can."""
         params = None
         if self.backend.rotates and not rotated:
             params = PositionalEmbeddingParams(config.ropes[layer])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -12,11 +11,10 @@ from torch import Tensor
 from loraplex.errors import Unsupported
 from loraplex_services.worker.arena_buffer import KvBuffer
 from loraplex_services.worker.ops.attention.shapes import HeadShape
+from loraplex_services.worker.ops.rope.torch import CosSin
 from loraplex_services.worker.transfers import to_device
 from loraplex_services.worker.types.step_plan import PlannedRow
 
-CosSin: TypeAlias = tuple[Tensor, Tensor]
-"""Cosines and sines of each token, `[num_tokens, 1, dim / 2]` each."""
 PASS_BLOCK_TOKENS = 16
 """Tokens of a block of `PassPlanes`, as of the KV cache."""
 

@@ -64,6 +64,12 @@ class LoraBatch:
         """Whether the runs are on the device."""
         return self.work is not None or self.long is not None
 
+    @property
+    def may_act(self) -> bool:
+        """Whether some row may have an adapter: captured steps have their runs on the device
+        only."""
+        return self.has_work or bool(self.runs)
+
     @cached_property
     def packed_runs(self) -> Tensor:
         """The runs as C++ reads them."""

@@ -17,7 +17,7 @@ from loraplex_services.worker.transfers import copy_into
 from loraplex_services.worker.types.model_config import RopeConfig
 
 CosSin = tuple[Tensor, Tensor]
-"""Each `[T, 1, dim / 2]` in the model's dtype."""
+"""Cosines and sines of each token, `[T, 1, dim / 2]` each, in the model's dtype."""
 
 Rotate = Callable[[Tensor, CosSin, int], Tensor]
 """(heads side by side `[T, heads * D]`, cosines and sines, D) -> rotated; may be in place."""
