@@ -19,12 +19,14 @@ from loraplex_services.common.limits import (
     MAX_BAD_WORD_CHARS,
     MAX_BAD_WORDS,
     MAX_CANDIDATES,
+    MAX_REQUEST_ID_CHARS,
     MAX_TOKEN_IDS_PER_FIELD,
 )
 
 NO_EXPERTS = "this base has no experts that it could name; leave the field out"
 
-MAX_ID_CHARS = 256
+MAX_ID_CHARS = 2 * MAX_REQUEST_ID_CHARS
+"""A gateway appends the choice and the attempt to the id of a request."""
 MAX_BAD_SEQUENCES = 2 * MAX_BAD_WORDS
 """Each word with and without a space before it."""
 MAX_BAD_SEQUENCE_IDS = 4 * MAX_BAD_WORD_CHARS + 1
@@ -52,8 +54,9 @@ MAX_KEPT = 256
 
 def check_request(request: WorkerRequest, limits: IntakeLimits) -> None:
     """Raises InvalidRequest naming the first bad field."""
-    if not request.request_id or len(request.request_id) > MAX_ID_CHARS:
-        _refuse("request_id", request.request_id, f"must have 1 to {MAX_ID_CHARS} characters")
+    if not 1 <= len(request.request_id) <= MAX_ID_CHARS:
+        why = f"must have 1 to {MAX_ID_CHARS} characters"
+        _refuse("request_id", request.request_id, why)
     if not request.prompt_ids:
         _refuse("prompt_ids", "[]", "must hold at least one token")
     if request.pooling and (request.sampling.max_tokens or request.grammar or request.output_ids):

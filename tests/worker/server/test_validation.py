@@ -11,6 +11,7 @@ from loraplex.api.pooling import Pooling
 from loraplex.api.request import AdapterSet, WorkerRequest
 from loraplex.api.sampling import SamplingParams
 from loraplex.errors import InvalidRequest
+from loraplex_services.common.limits import MAX_REQUEST_ID_CHARS
 from loraplex_services.worker.server.validation import IntakeLimits, check_request
 from tests.worker.commands import make_submit
 
@@ -31,6 +32,8 @@ def test_a_request_that_just_fits_is_accepted() -> None:
     check_request(GOOD, LIMITS)
     check_request(with_sampling(max_tokens=0, prompt_logprobs=1), LIMITS)
     check_request(with_fields(adapters=AdapterSet(((DIGESTS[0], 1.0),))), LIMITS)
+    longest = "i" * MAX_REQUEST_ID_CHARS
+    check_request(with_fields(request_id=f"{longest}.127.{1 << 32}"), LIMITS)
 
 
 def test_experts_can_be_asked_for_from_any_position_of_a_mixture() -> None:
