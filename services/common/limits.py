@@ -124,9 +124,8 @@ class NumberLimits:
     def check(self, field: str, value: float) -> float:
         """Returns the number. Raises InvalidRequest if it is outside the range, as NaN is."""
         if not self.least <= value <= self.most:
-            raise InvalidRequest.field(
-                field, value, f"must be a number from {self.least:g} to {self.most:g}"
-            )
+            description = f"must be a number from {self.least:,g} to {self.most:,.0f}"
+            raise InvalidRequest.field(field, value, description)
         return value
 
 

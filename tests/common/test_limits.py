@@ -99,6 +99,11 @@ async def _refusal(call: Any) -> Any:
     return from_rpc_error(caught.value)
 
 
+def test_a_number_outside_its_range_is_answered_with_bounds_that_people_can_read() -> None:
+    with pytest.raises(InvalidRequest, match=r"a number from 3,600 to 2,592,000"):
+        limits.FILE_LIFETIME_S.check("expires_after.seconds", 3599)
+
+
 async def test_message_without_a_key_is_refused_before_it_takes_memory(server: Any) -> None:
     servicer, channel = server
     create = channel.unary_unary(CREATE_UPLOAD)
