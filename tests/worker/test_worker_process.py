@@ -34,6 +34,7 @@ pytestmark = pytest.mark.e2e
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 MISSING = "sha256:" + "0" * 64
+STEP_TIMEOUT_S = 4
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +43,7 @@ def worker() -> Iterator[WorkerProcess]:
         asyncio.run(publish_adapters(worker, ["one", "two", "three", "four", "damaged"]))
         damaged = worker.root / "objects" / blob_key(_tensor_sha256(worker, "damaged"))
         damaged.write_bytes(b"\0" + damaged.read_bytes()[1:])
-        worker.start(LORAPLEX_DEBUG="step-timeout-s=4,overlap=on")
+        worker.start(LORAPLEX_DEBUG=f"step-timeout-s={STEP_TIMEOUT_S},overlap=on")
         yield worker
 
 
@@ -224,6 +225,24 @@ async def test_a_killed_engine_fails_its_streams_and_is_replaced(worker: WorkerP
 
 async def test_a_hanging_engine_is_replaced(worker: WorkerProcess) -> None:
     await lose_engine(worker, signal.SIGSTOP)
+
+
+async def test_a_worker_that_was_stopped_with_its_engine_goes_on(worker: WorkerProcess) -> None:
+    async with worker.connected() as stub:
+        session = await SessionCall(stub).open()
+        await session.submit(request("r", worker.digests["one"], max_tokens=250))
+        await session.step()
+        engine = worker.engine()
+        processes = [engine.parent(), engine]
+        for process in processes:
+            process.suspend()
+        await asyncio.sleep(STEP_TIMEOUT_S + 1)
+        for process in processes:
+            process.resume()
+        await session.until_ended("r")
+        assert not session.errors
+        assert worker.engine() == engine
+        session.close()
 
 
 async def test_a_request_that_crashes_two_engines_is_refused_and_others_go_on(

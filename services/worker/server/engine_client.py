@@ -184,13 +184,20 @@ class EngineClient:
             raise _by_setting(message.error.to_error())
 
     async def _watch(self) -> None:
-        """Ask for signs of life once the engine is up; kill it when none comes."""
+        """Ask for signs of life once the engine is up; kill it when none comes.
+
+        A second in which nothing was heard counts as one, however long it took: while this process
+        was stopped, as a paused container is, the engine was stopped as well.
+        """
         assert self._process is not None
+        silence_s = 0.0
         while True:
+            last_s = self._heard_s
             await asyncio.sleep(PING_INTERVAL_S)
-            silence_s = time.monotonic() - self._heard_s
-            if not self.is_up or silence_s < PING_INTERVAL_S:
+            if not self.is_up or self._heard_s != last_s:
+                silence_s = 0.0
                 continue
+            silence_s += PING_INTERVAL_S
             if silence_s > self._step_timeout_s:
                 self._is_hung = True
                 logger.error("engine hangs", extra={"silence_s": round(silence_s, 1)})
