@@ -104,12 +104,15 @@ def are_gated_experts(module: Any, activation: object) -> bool:
 class SiteLinear(nn.Module):
     """A linear with the adapters of the batch."""
 
-    def __init__(self, linear: LoraLinear, current: CurrentPass) -> None:
+    def __init__(self, linear: LoraLinear, dtype: torch.dtype, current: CurrentPass) -> None:
         super().__init__()
         self._linear = linear
         self._current = current
         self.in_features = linear.base.in_features
         self.out_features = linear.base.out_features
+        shape = self.out_features, self.in_features
+        self.weight = torch.empty(shape, dtype=dtype, device="meta")
+        """Without values: some classes ask for its dtype."""
 
     def forward(self, x: Tensor) -> Tensor:
         """`[1, T, in]` -> `[1, T, out]`."""

@@ -6,7 +6,7 @@ result. Its class is left as it is, and the adapters of the batch are added to t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from loraplex_services.worker.layers.library_modules import CurrentPass, is_product
+from loraplex_services.worker.layers.library_modules import CurrentPass
 from loraplex_services.worker.ops.lora.torch import add_lora
 
 
@@ -59,21 +59,20 @@ class SiteRouter:
 
 
 @contextmanager
-def routers_noted(model: nn.Module, num_rows: int) -> Iterator[set[nn.Module]]:
-    """Collect the modules that, in a pass over a number of rows, multiply all of them by their
-    weight once and compute no other product."""
+def routers_noted(modules: Iterable[nn.Module], num_rows: int) -> Iterator[set[nn.Module]]:
+    """Collect those of these modules that, in a pass over a number of rows, multiply all of them by
+    their weight once and compute no other product."""
     found: set[nn.Module] = set()
     with ExitStack() as stack:
-        candidates = [module for module in model.modules() if _may_be_router(module)]
+        candidates = filter(_has_matrix, modules)
         noted = {module: stack.enter_context(_products_noted(module)) for module in candidates}
         yield found
     found |= {module for module, rows in noted.items() if rows == [num_rows]}
 
 
-def _may_be_router(module: nn.Module) -> bool:
+def _has_matrix(module: nn.Module) -> bool:
     weight = getattr(module, "weight", None)
-    is_matrix = isinstance(weight, nn.Parameter) and weight.dim() == 2
-    return is_matrix and not isinstance(module, nn.Embedding) and not is_product(module)
+    return isinstance(weight, nn.Parameter) and weight.dim() == 2
 
 
 @contextmanager

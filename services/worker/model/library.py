@@ -8,7 +8,7 @@ be served in this way is refused with the reason.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -82,13 +82,14 @@ def build_library_model(
         raise _refused("device", device.type, "models of the transformers library run on CPUs only")
     model, names = _load(folder, dtype, free_bytes)
     current = CurrentPass()
-    calls, routers = _attention_calls(model, current)
+    calls, called, routers = _attention_calls(model, current)
     config = _model_config(model.config, folder, calls)
     maker = operators.attention_maker
     for call in calls:
         sinks = current.sinks.get(call.layer)
         current.backends[call.layer] = maker.layer(config, call.source, sinks, rotated=True)
-    decoder = LibrarySites(model, config, names, routers, operators, current).decoder()
+    sites = LibrarySites(model, config, names, called, routers, operators, current)
+    decoder = sites.decoder()
     with torch.inference_mode(), _odd_class_refused(model):
         _try(decoder, maker)
     return decoder
@@ -214,8 +215,9 @@ def _unwraps(classes: Any, wrapper: Any) -> bool:
 @torch.inference_mode()
 def _attention_calls(
     model: Any, current: CurrentPass
-) -> tuple[list[AttentionCall], set[nn.Module]]:
-    """How each layer calls attention, and the routers, determined by a pass over two tokens.
+) -> tuple[list[AttentionCall], set[nn.Module], set[nn.Module]]:
+    """How each layer calls attention, the linears and experts that are called, and the routers,
+    determined by a pass over two tokens.
 
     Raises:
         Unsupported: not every layer does, or not all in the same way.
@@ -225,12 +227,19 @@ def _attention_calls(
             module.loraplex_pass = current
     ids, positions = torch.zeros(1, 2, dtype=torch.int64), torch.arange(2)[None]
     body = model.get_submodule(body_name(model))
-    with (
-        _odd_class_refused(model),
-        routers_noted(body, ids.numel()) as routers,
-        _partial_rows_refused(body),
-    ):
-        body(input_ids=ids, position_ids=positions, use_cache=False)
+    activation = getattr(body.config, "hidden_act", None)
+    modules = dict(body.named_modules())
+    with _odd_class_refused(model):
+        # Each is called here, before any call is noted.
+        known = {
+            name: module
+            for name, module in modules.items()
+            if is_product(module) or are_gated_experts(module, activation)
+        }
+        others = [module for name, module in modules.items() if name not in known]
+        noted = routers_noted(others, ids.numel())
+        with _partial_rows_refused(known) as called, noted as routers:
+            body(input_ids=ids, position_ids=positions, use_cache=False)
     num_layers = model.config.num_hidden_layers
     if sorted(current.calls) != list(range(num_layers)):
         why = f"calls attention in {len(current.calls)} of {num_layers} layers only"
@@ -244,27 +253,23 @@ def _attention_calls(
         why = "has layers that read the keys of layers with another window"
         raise _refused(_MODEL_TYPE, model.config.model_type, why)
     _check_windows(model.config, calls)
-    return calls, routers
+    return calls, called, routers
 
 
 @contextmanager
-def _partial_rows_refused(body: nn.Module) -> Iterator[None]:
-    """Refuse linears and experts that do not see every token once: rows would meet the wrong
-    adapters."""
+def _partial_rows_refused(modules: Mapping[str, nn.Module]) -> Iterator[set[nn.Module]]:
+    """Collect the linears and experts that are called. Refuse those that do not see every token
+    once: rows would meet the wrong adapters."""
+    called: set[nn.Module] = set()
     seen: dict[str, list[torch.Size]] = {}
 
-    def note(name: str, _module: nn.Module, inputs: tuple[Any, ...]) -> None:
+    def note(name: str, module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        called.add(module)
         seen.setdefault(name, []).append(inputs[0].shape[:-1])
 
-    activation = getattr(body.config, "hidden_act", None)
-    modules = [
-        (name, module)
-        for name, module in body.named_modules()
-        if is_product(module) or are_gated_experts(module, activation)
-    ]
-    hooks = [module.register_forward_pre_hook(partial(note, name)) for name, module in modules]
+    hooks = [m.register_forward_pre_hook(partial(note, name)) for name, m in modules.items()]
     try:
-        yield
+        yield called
     finally:
         for hook in hooks:
             hook.remove()

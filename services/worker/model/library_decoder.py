@@ -23,14 +23,13 @@ from loraplex_services.worker.layers.library_modules import (
     SiteExperts,
     SiteHead,
     SiteLinear,
-    are_gated_experts,
     is_conv1d,
     is_product,
 )
 from loraplex_services.worker.layers.library_routers import SiteRouter
 from loraplex_services.worker.layers.lora_linear import LoraLinear
 from loraplex_services.worker.layers.moe import Expert, ExpertWeights
-from loraplex_services.worker.layers.operators import Operators
+from loraplex_services.worker.layers.operators import AddLora, Operators
 from loraplex_services.worker.layers.score import ScoreHead
 from loraplex_services.worker.model.decoder import Decoder, SiteWeights
 from loraplex_services.worker.ops.linear.torch import BaseLinear, DenseLinear
@@ -72,6 +71,8 @@ class LibrarySites:
     config: ModelConfig
     names: Collection[str]
     """The base's modules as its files name them."""
+    called: Collection[nn.Module]
+    """The linears and experts that a pass calls. Of others, it may read the weight."""
     routers: Collection[nn.Module]
     operators: Operators
     current: CurrentPass
@@ -80,6 +81,10 @@ class LibrarySites:
     table: SiteTableBuilder = field(default_factory=SiteTableBuilder)
     linears: dict[int, BaseLinear] = field(default_factory=dict)
     biases: dict[int, Tensor] = field(default_factory=dict)
+    dtype: torch.dtype = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.dtype = self.model.get_input_embeddings().weight.dtype
 
     def decoder(self) -> LibraryDecoder:
         """The model with its modules replaced."""
@@ -87,12 +92,12 @@ class LibrarySites:
         head = None
         for name, module in list(self.model.named_modules()):
             if module is self.model.get_output_embeddings():
-                head = self._linear(name, module, LM_HEAD)
-                self.model.set_submodule(name, SiteHead(head, self.of_head))
-            elif is_product(module):
-                site = SiteLinear(self._linear(name, module, LINEAR), self.current)
-                self.model.set_submodule(name, site)
-            elif are_gated_experts(module, getattr(self.model.config, "hidden_act", None)):
+                head, dtype = self._linear(name, module, LM_HEAD), module.weight.dtype
+                self.model.set_submodule(name, SiteHead(head, dtype, self.of_head))
+            elif module in self.called and is_product(module):
+                linear, dtype = self._linear(name, module, LINEAR), module.weight.dtype
+                self.model.set_submodule(name, SiteLinear(linear, dtype, self.current))
+            elif module in self.called:
                 self._experts(name, module)
             elif module in self.routers:
                 site_id = self._site(name, DenseLinear(module.weight.data), LINEAR)
@@ -128,12 +133,15 @@ class LibrarySites:
         return embedding
 
     def _linear(self, name: str, module: Any, kind: str) -> LoraLinear:
-        weight = module.weight.data
-        base = self.operators.linear(weight.T.contiguous() if is_conv1d(module) else weight)
+        weight = module.weight.data.T.contiguous() if is_conv1d(module) else module.weight.data
+        base: BaseLinear = DenseLinear(weight)
+        add: AddLora = add_lora
+        if weight.dtype == self.dtype:  # kernels read rows and adapters of one type
+            base, add = self.operators.linear(weight), self.operators.add_lora()
         site_id = self._site(name, base, kind)
         if module.bias is not None:
             self.biases[site_id] = module.bias.data
-        return LoraLinear(site_id, base, self.biases.get(site_id), self.operators.add_lora())
+        return LoraLinear(site_id, base, self.biases.get(site_id), add)
 
     def _site(self, name: str, base: BaseLinear, kind: str) -> int:
         number = _layer_of(name) if kind == LINEAR else -1

@@ -111,7 +111,7 @@ def test_other_classes_are_served_without_being_known_by_name(class_name, change
         ("Llama4TextConfig", {"attention_chunk_size": None}, "is required by chunked_attention"),
         ("DogeConfig", {"num_experts": 2}, "attention_mask"),
         ("MambaConfig", {}, "layers of type '[a-z_]+' are"),
-        ("HunYuanMoEV1Config", {"num_experts": 2, "moe_topk": 1, "head_dim": 16}, "no attribute"),
+        ("GraniteMoeHybridConfig", {"mamba_n_heads": 8}, "layers of type '[a-z_]+' are"),
         ("HeliumConfig", {"head_dim": 32}, "cannot be run in this way: mat1 and mat2"),
         ("BertConfig", {}, "not plain causal self-attention"),
         ("Qwen3NextConfig", {"num_experts": 2, "head_dim": 16}, "'linear_attention'"),
@@ -242,6 +242,16 @@ def test_experts_are_adapted_only_if_their_class_computes_what_the_config_says()
     assert not are_gated_experts(experts, "gelu")
     assert not are_gated_experts(experts, None)
     assert not are_gated_experts(model.model.layers[0].mlp.gate, "silu")
+
+
+def test_a_router_that_is_a_subclass_of_a_linear_is_adapted(tmp_path):
+    base = make_base("phimoe", tmp_path / "base")
+    adapter = adapter_on(base, tmp_path / "adapter", target_parameters=["mlp.router.weight"])
+    driver = Driver(library_runner(base.folder))
+    driver.load(0, adapter)
+    prompt = random_prompt(random.Random(3))
+    jobs = [Job(greedy("base", prompt, 8)), Job(greedy("adapted", prompt, 8), ((0, 1.0),))]
+    assert len(set(map(tuple, driver.run(jobs)))) == 2
 
 
 def test_adapters_on_routers_that_compute_more_than_a_product_are_refused_by_name(tmp_path):
