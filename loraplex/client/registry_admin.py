@@ -49,7 +49,7 @@ class RegistryAdmin:
             InvalidRequest: a file is damaged, or the base is of a type that is not served.
         """
         geometry = geometry_from_folder(Path(folder))
-        check_served_type(geometry.model_type)
+        check_served_type(geometry.model_type, (module.name for module in geometry.modules))
         base = pb.Base(
             base_id=base_id,
             geometry=geometry_to_proto(geometry),

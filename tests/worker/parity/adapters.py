@@ -191,10 +191,11 @@ LIBRARY_FEATURES = (
 RECURRENT_FEATURES = ("delta-nets", "delta-nets-dora", "delta-nets-activated")
 ACTIVATED_FEATURES = ("activated", "delta-nets-activated")
 EXPERT_FAMILIES = (
-    "afmoe", "cohere2_moe", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5_moe", "exaone_moe",
-    "flex_olmo", "glm4_moe", "glm4_moe_lite", "gpt_oss", "hy_v3", "mellum", "mimo_v2_flash",
-    "minimax_m2", "mixtral", "olmoe", "phimoe", "qwen2_moe", "qwen3_moe", "qwen3_5_moe",
-    "qwen3_next", "qwen3_vl_moe", "solar_open",
+    "afmoe", "axk1", "cohere2_moe", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5_moe",
+    "exaone_moe", "flex_olmo", "flint", "glm4_moe", "glm4_moe_lite", "gpt_oss",
+    "hunyuan_v1_moe", "hy_v3", "kolibri1", "mellum", "mimo_v2_flash", "minimax_m2", "mixtral",
+    "olmoe", "phimoe", "qwen2_moe", "qwen3_moe", "qwen3_5_moe", "qwen3_next", "qwen3_vl_moe",
+    "solar_open",
 )  # fmt: skip
 ROUTERS = {
     "gpt_oss": "router.weight",

@@ -7,6 +7,7 @@ from tests.worker.parity.base_fields import LLAMA4, LLAMA4_MULTIMODAL
 LOCAL_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 WINDOWED_EXPERTS = {**EXPERTS, "num_hidden_layers": 4, "sliding_window": 17, "head_dim": 16}
+WINDOWED_GRANITE = {"num_hidden_layers": 4, "sliding_window": 17, "attention_multiplier": 0.2}
 ROUTED = {
     "n_routed_experts": 4,
     "n_shared_experts": 1,
@@ -118,5 +119,39 @@ LIBRARY_BASES: dict[str, tuple[str, dict[str, object]]] = {
     "vaultgemma": ("VaultGemmaConfig", {"head_dim": 24, "sliding_window": 17}),
     "nanochat": ("NanoChatConfig", {"head_dim": 16}),
     "hyperclovax": ("HyperCLOVAXConfig", {"head_dim": 16}),
+    "granite-4-dense": (
+        "GraniteMoeHybridConfig",
+        {
+            "layer_types": ["attention"] * 2,
+            "num_local_experts": 0,
+            "num_experts_per_tok": 0,
+            "shared_intermediate_size": 136,
+            "position_embedding_type": "rope",
+            "mamba_n_heads": 8,
+        },
+    ),
+    "granite-swa": ("GraniteSWAConfig", WINDOWED_GRANITE),
+    "granite-moe-swa": ("GraniteMoeSWAConfig", {**LOCAL_EXPERTS, **WINDOWED_GRANITE}),
+    "hunyuan-moe": ("HunYuanMoEV1Config", {"num_experts": 4, "moe_topk": 2, "head_dim": 16}),
+    "longcat": (
+        "LongcatFlashConfig",
+        {
+            **LATENT,
+            "num_layers": 1,
+            "ffn_hidden_size": 136,
+            "moe_topk": 3,
+            "zero_expert_num": 2,
+            "head_dim": 8,
+            "expert_ffn_hidden_size": 24,
+        },
+    ),
+    "persimmon": ("PersimmonConfig", {}),
+    "internlm3": ("InternLM3Config", {"head_dim": 16}),
+    "iquestcoder": ("IQuestCoderConfig", {"head_dim": 16}),
+    # When the library loads it, it sets the row of the padding token to zero.
+    "youtu": ("YoutuConfig", {**LATENT, "pad_token_id": None}),
+    "axk1": ("AXK1Config", LATENT),
+    "kolibri1": ("Kolibri1Config", {**WINDOWED_EXPERTS, "shared_expert_intermediate_size": 40}),
+    "flint": ("FlintConfig", {**WINDOWED_EXPERTS, "shared_expert_intermediate_size": 40}),
 }
 """Name -> (transformers config class, what differs from COMMON)."""

@@ -21,23 +21,23 @@ _NAMES_OF_LATENT_ATTENTION = (
     (re.compile(r"q_proj"), "q_b_proj"),
     (re.compile(r"[kv]_proj"), "kv_b_proj"),
 )
+_NAMES_OF_GPT_NEOX = (
+    (re.compile(r"[qkv]_proj"), "query_key_value"),
+    (re.compile(r"(gate|up)_proj"), "dense_h_to_4h"),
+    (re.compile(r"down_proj"), "dense_4h_to_h"),
+    (re.compile(r"o_proj"), "dense"),
+)
 OTHER_NAMES = {
     "phi3": FUSED_NAMES,
     "gpt2": _NAMES_OF_GPT2,
     "gpt-bigcode": _NAMES_OF_GPT2,
     "gpt-neox": (
-        (re.compile(r"[qkv]_proj"), "query_key_value"),
-        (re.compile(r"(gate|up)_proj"), "dense_h_to_4h"),
-        (re.compile(r"down_proj"), "dense_4h_to_h"),
-        (re.compile(r"o_proj"), "dense"),
+        *_NAMES_OF_GPT_NEOX,
         (re.compile("embed_tokens"), "embed_in"),
         (re.compile("lm_head"), "embed_out"),
     ),
     "falcon": (
-        (re.compile(r"[qkv]_proj"), "query_key_value"),
-        (re.compile(r"(gate|up)_proj"), "dense_h_to_4h"),
-        (re.compile(r"down_proj"), "dense_4h_to_h"),
-        (re.compile(r"o_proj"), "dense"),
+        *_NAMES_OF_GPT_NEOX,
         (re.compile("embed_tokens"), "word_embeddings"),
         (re.compile("layers"), "h"),
     ),
@@ -45,6 +45,10 @@ OTHER_NAMES = {
     "deepseek": _NAMES_OF_LATENT_ATTENTION,
     "glm4-moe-lite": _NAMES_OF_LATENT_ATTENTION,
     "minicpm3": _NAMES_OF_LATENT_ATTENTION,
+    "longcat": _NAMES_OF_LATENT_ATTENTION,
+    "youtu": _NAMES_OF_LATENT_ATTENTION,
+    "axk1": _NAMES_OF_LATENT_ATTENTION,
+    "persimmon": _NAMES_OF_GPT_NEOX,
 }
 """By what the name of a base begins with: its names of modules."""
 

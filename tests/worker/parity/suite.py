@@ -32,6 +32,10 @@ REFUSED = {
     "llama4": ("activated",),  # the same
     "llama4-dense": ("activated",),
     "minicpm3": ("activated",),
+    "youtu": ("activated",),
+    "axk1": ("activated",),
+    # PEFT takes experts for linears, some of which are identities
+    "longcat": ("rank-8-all-linear", "dora", "patterns", "activated"),
     "gpt-oss": ("experts", "experts-down"),
     "gemma4-all": ("experts", "experts-down", "experts-all-linear", "expert-linears"),
     "phimoe": ("experts-all-linear",),  # PEFT takes its router, which returns a tuple, for a linear

@@ -13,7 +13,13 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from loraplex.adapter_format.base_types import LIBRARY_TYPES, NATIVE_TYPES, TIED_TYPES
+from loraplex.adapter_format.base_types import (
+    LIBRARY_TYPES,
+    NATIVE_TYPES,
+    TIED_TYPES,
+    check_served_type,
+)
+from loraplex.adapter_format.geometry import geometry_from_folder
 from loraplex.errors import InvalidAdapter, InvalidRequest, Unsupported
 from loraplex_services.worker.layers.library_modules import are_gated_experts
 from loraplex_services.worker.layers.operators import Operators
@@ -132,6 +138,18 @@ def test_classes_that_cannot_be_served_are_refused_naming_the_reason(
 def test_the_types_that_can_be_registered_are_those_that_are_compared_here():
     compared = {config_of(name).get_text_config().model_type for name in LIBRARY_BASES}
     assert compared == LIBRARY_TYPES
+
+
+def test_a_base_with_recurrent_layers_is_not_registered_as_one_of_a_type_that_may_lack_them(
+    tmp_path,
+):
+    dense = geometry_from_folder(make_base("granite-4-dense", tmp_path / "dense").folder)
+    check_served_type(dense.model_type, (module.name for module in dense.modules))
+    recurrent = geometry_from_folder(
+        save("GraniteMoeHybridConfig", tmp_path / "hybrid", mamba_n_heads=8)
+    )
+    with pytest.raises(InvalidRequest, match=r"layers\.0\.mamba\..* recurrent layer"):
+        check_served_type(recurrent.model_type, (module.name for module in recurrent.modules))
 
 
 def test_the_page_of_bases_lists_the_types_that_can_be_registered():
