@@ -63,7 +63,7 @@ _MUTATING_INITS = re.compile(r"pissa(_niter_\d+)?|olora|corda|lora_ga", re.ASCII
 _CONVERT = (
     "changed the base before training, so the adapter is only right on that changed base; convert "
     "it with `registry convert DIR OUT --to peft --initial INITIAL`, INITIAL being the adapter as "
-    "saved before training, or have PEFT do so (path_initial_model_for_weight_conversion)"
+    "saved before training"
 )
 _LOFTQ = (
     "changed the base before training, which cannot be undone; if that base was saved, serve it "
