@@ -190,7 +190,6 @@ def _check_commands(up: Up) -> None:
     [
         ({"LORAPLEX_OBJECTS": "file:///dev/null/x"}, (), "LORAPLEX_OBJECTS: the folder cannot"),
         ({"LORAPLEX_CPU_ISA": "mmx"}, (), "LORAPLEX_CPU_ISA: expected one of"),
-        ({"LORAPLEX_ADMIN_KEY_FILE": "/no/file"}, (), "LORAPLEX_ADMIN_KEY_FILE: cannot be read"),
         pytest.param(
             *({}, ("--kv-memory", "1KiB"), "--kv-memory: must hold at least two blocks"),
             marks=pytest.mark.long,
