@@ -192,4 +192,7 @@ def _typed(failure: Exception, digest: str) -> LoraplexError:
     if isinstance(failure, LoraplexError):
         return failure
     logger.error("fetch broke", exc_info=failure, extra={"digest": digest})
-    return Unavailable(f"adapter {digest} could not be fetched", reason="FETCH_FAILED")
+    why = f"adapter {digest} could not be fetched"
+    if isinstance(failure, OSError) and failure.strerror:  # such as a full disk; without its path
+        why = f"{why}: {failure.strerror}"
+    return Unavailable(why, reason="FETCH_FAILED")

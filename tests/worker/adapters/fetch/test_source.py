@@ -287,6 +287,15 @@ async def test_a_failure_is_remembered_for_a_pause_then_tried_again(stage: Stage
     assert (await stage.source.ensure(digest)).digest == digest
 
 
+async def test_an_error_of_the_cache_names_its_cause_and_not_its_path(stage: Stage) -> None:
+    digest = await stage.publish("one")
+    incoming = stage.root / "cache" / "incoming"
+    incoming.rmdir()
+    incoming.write_bytes(b"")
+    with pytest.raises(Unavailable, match=r"could not be fetched: Not a directory$"):
+        await stage.source.ensure(digest)
+
+
 async def test_a_blob_that_ends_early_is_not_taken(stage: Stage) -> None:
     digest = await stage.publish("one")
     blob = stage.tensor_blob("one")
