@@ -33,7 +33,7 @@ _MAX_KEPT_WORDS = 1000
 """Words whose tokens the library keeps in each thread that tokenizes, until the thread ends. By
 default it keeps 10,000 words of less than 256 bytes, with 32 bytes for each of their bytes. Some
 bases do not split texts into words, so that a short prompt is one word."""
-_TOKEN_BYTES = 1024
+_TOKEN_BYTES = 512
 """Approximate size of an added token, without its text."""
 _TEXT_FACTOR = 32
 """How many times the size of their text the library takes to look for added tokens."""

@@ -129,7 +129,12 @@ async def test_thousands_of_tokens_that_are_special_in_turn_are_added_at_once() 
     ids = await made.encode(TextPrompt("a<00000><00001>"), MODEL)
     assert ids == (BOS_ID, ord("a"), NEW_ID, NEW_ID + 1)
     assert decode_all(made.tokens, ids[1:], skip_special=True) == "a<00001>"
-    assert made.num_own_bytes > 16_000 * 1024
+
+
+def test_the_text_of_tokens_counts_in_what_is_kept() -> None:
+    base = BaseTokenizer(tokenizer_files(), TemplatePool())
+    short, long = (base.with_tokens([AddedToken(NEW_ID, text)]) for text in ("<x>", "x" * 1000))
+    assert long.num_own_bytes - short.num_own_bytes > 20 * 1000
 
 
 @pytest.mark.hostile
