@@ -45,7 +45,7 @@ sensitive positions. There, the reference's own logprobs move as far when its we
 rounding error of float32. Weights of routers change by 1e-5, because the choice of experts may also
 be a near tie.
 
-Bases with the model code "library" run with `--model-impl transformers` and up to eleven kinds of
+Bases with the model code "library" run with `--model-impl transformers` and up to thirteen kinds of
 adapters. The others run all kinds that PEFT has for them.
 `python -m tests.worker.parity.write_families`
 wrote this page on {today}, with
