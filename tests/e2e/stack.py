@@ -12,7 +12,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -50,16 +50,23 @@ class Stack:
     grpc: str
     registry: str
     state_dir: Path
-    nursery: Nursery | None = None
-    """Runs the `registry` commands; it starts with the first one."""
+    nurseries: dict[str, Nursery] = field(default_factory=dict)
+    """Run the commands; each starts with the first one of its kind."""
 
     def run_registry(self, *args: str, check: bool = True) -> subprocess.CompletedProcess[str]:
         """Run the `registry` command against this stack."""
-        if self.nursery is None:
-            self.nursery = Nursery("loraplex.cli.registry")
-        done = self.nursery.run([*args, "--registry", self.registry], clean_environment(), "")
+        done = self._run("registry", *args, "--registry", self.registry)
         assert not check or done.returncode == 0, done.stderr
         return done
+
+    def run_loraplex(self, *args: str) -> subprocess.CompletedProcess[str]:
+        """Run the `loraplex` command against this stack."""
+        return self._run("loraplex", *args, "--gateway", self.grpc)
+
+    def _run(self, command: str, *args: str) -> subprocess.CompletedProcess[str]:
+        if command not in self.nurseries:
+            self.nurseries[command] = Nursery(f"loraplex.cli.{command}")
+        return self.nurseries[command].run(list(args), clean_environment(), "")
 
     def publish(self, *folders: Path, name: str = "", latest: bool = True) -> None:
         """Upload adapter folders under their names, or versions of `name`."""
@@ -114,8 +121,8 @@ class Stack:
 
     def stop(self) -> int:
         """SIGTERM and the exit code."""
-        if self.nursery is not None:
-            self.nursery.close()
+        for nursery in self.nurseries.values():
+            nursery.close()
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
         try:

@@ -4,22 +4,17 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.stack import ADAPTERS, REPO, Stack, clean_environment
+from tests.e2e.stack import ADAPTERS, Stack
 
 SHORT = ("--rate", "10", "--duration", "2", "--lengths", "4-16,2-8", "--arrivals", "pooled")
 
 
 def bench(stack: Stack, *args: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "loraplex.cli.loraplex", "bench", "trace", *SHORT, *args]
-    command += ["--gateway", stack.grpc, "--registry", stack.registry]
-    return subprocess.run(
-        command, capture_output=True, text=True, env=clean_environment(), timeout=90, cwd=REPO
-    )
+    return stack.run_loraplex("bench", "trace", *SHORT, *args, "--registry", stack.registry)
 
 
 def test_published_adapters_serve_the_whole_trace_and_the_figures_follow_from_its_outcomes(

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from loraplex.workload.adapter_variants import write_variant
-from tests.e2e.stack import ADAPTERS, REPO, Stack, clean_environment
+from tests.e2e.stack import ADAPTERS, Stack
 
 NAME = "shadowed"
 SERVED, DAMAGED, SAME = 1, 2, 3
@@ -66,18 +66,9 @@ def traffic(stack: Stack) -> Iterator[None]:
 
 
 def shadow(stack: Stack, version: int, *flags: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "loraplex.cli.registry", "split", NAME, "prod"]
-    targets = (f"v{SERVED}=1", f"v{version}=9")
-    servers = ("--registry", stack.registry, "--gateway", stack.grpc)
+    command = ("split", NAME, "prod", f"v{SERVED}=1", f"v{version}=9", "--shadow", "--json")
     with traffic(stack):
-        return subprocess.run(
-            [*command, *targets, "--shadow", "--json", *servers, *flags],
-            capture_output=True,
-            text=True,
-            timeout=150,
-            env=clean_environment(),
-            cwd=REPO,
-        )
+        return stack.run_registry(*command, "--gateway", stack.grpc, *flags, check=False)
 
 
 def prod(stack: Stack) -> int:

@@ -5,23 +5,18 @@ from __future__ import annotations
 import csv
 import io
 import json
-import subprocess
-import sys
 import time
 from typing import Any
 
 import pytest
 
-from tests.e2e.stack import BASE_ID, REPO, Stack, clean_environment
+from tests.e2e.stack import BASE_ID, Stack
 
 WITHIN_S = 60.0
 
 
 def _usage(stack: Stack, *args: str) -> list[dict[str, Any]]:
-    command = [sys.executable, "-m", "loraplex.cli.loraplex", "usage", "--registry", stack.registry]
-    done = subprocess.run(
-        [*command, *args], capture_output=True, text=True, env=clean_environment(), cwd=REPO
-    )
+    done = stack.run_loraplex("usage", "--registry", stack.registry, *args)
     assert done.returncode == 0, done.stderr
     if "--csv" in args:
         return list(csv.DictReader(io.StringIO(done.stdout)))
