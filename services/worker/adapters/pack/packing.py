@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from loraplex.adapter_format.config import AdapterConfig
 from loraplex.adapter_format.geometry import Geometry
@@ -187,12 +188,10 @@ class Packer:
     def _value(self, part: Part, site_id: int, read: Read) -> Values:
         """The matrix to be packed, in its packed type unless that is an integer."""
         module, kind = part.module, self.layout.sites.sites[site_id].kind
-        if part.role is Role.A:
-            stacked = self._matrix(module.embedding_a or module.a, kind == EMBEDDING, kind, read)
-            return stacked if module.expert is None else _a_of_expert(stacked, module)
-        if part.role is Role.B:
-            stacked = self._matrix(module.embedding_b or module.b, True, kind, read)
-            return stacked if module.expert is None else _b_of_expert(stacked, module.expert)
+        if part.role in (Role.A, Role.B):
+            value = self._matrix(part, kind, read)
+            is_transposed = part.role is Role.B or kind == EMBEDDING
+            return Values(value.data.T, value.dtype) if is_transposed else value
         if part.role is Role.LORA_BIAS:
             assert module.lora_bias is not None, "the plan asked for it"
             bias = read(module.lora_bias).to("F32").data
@@ -200,16 +199,19 @@ class Packer:
         assert self._base is not None, "asked before"
         return self._base.value(part, site_id, read)
 
-    def _matrix(
-        self, info: TensorInfo | None, is_transposed: bool, site_kind: str, read: Read
-    ) -> Values:
+    def _matrix(self, part: Part, site_kind: str, read: Read) -> Values:
+        """A or B as published, in its packed type unless that is an integer."""
+        module, is_a = part.module, part.role is Role.A
+        info = (module.embedding_a or module.a) if is_a else (module.embedding_b or module.b)
         assert info is not None, "the plan asked for it"
         value = read(info)
+        if module.expert is not None:  # of many, each of which converts its own share
+            value = Values(_of_expert(value.data, module.expert, is_a), value.dtype)
         if (dtype := self.layout.lora_dtype(info.dtype, site_kind)) != "I8":
             value = value.to(dtype)
         if value.dtype != info.dtype:
             check_finite(value, info.name)
-        return Values(value.data.T, value.dtype) if is_transposed else value
+        return value
 
 
 _ALONE = {
@@ -269,13 +271,10 @@ def _needs_base(module: AdapterModule) -> bool:
     )
 
 
-def _a_of_expert(stacked: Values, module: AdapterModule) -> Values:
-    """Its rows of A `[experts * rank, in]`."""
-    assert module.expert is not None
-    begin = module.expert.index * module.rank
-    return Values(stacked.data[begin : begin + module.rank], stacked.dtype)
-
-
-def _b_of_expert(stacked: Values, share: ExpertShare) -> Values:
-    """Its rows of B transposed, `[rank * experts, out]`, where experts alternate."""
-    return Values(stacked.data[share.index :: share.num_experts], stacked.dtype)
+def _of_expert(stacked: NDArray[Any], share: ExpertShare, is_a: bool) -> NDArray[Any]:
+    """Its rows of A `[experts * rank, in]`, or its columns of B `[out, rank * experts]`, in which
+    experts alternate."""
+    if not is_a:
+        return stacked[:, share.index :: share.num_experts]
+    rank = len(stacked) // share.num_experts
+    return stacked[share.index * rank : (share.index + 1) * rank]

@@ -7,13 +7,18 @@ import math
 import struct
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from loraplex.errors import InvalidAdapter
-from loraplex_services.worker.adapters.pack import packing
+from loraplex_services.worker.adapters.pack import packing, values
 from loraplex_services.worker.adapters.pack.packing import Packer
 from loraplex_services.worker.types.sharding import Shard
 from tests.worker import tiny
+from tests.worker.engine_stage import make_runner
+from tests.worker.parity.adapters import make_adapter
+from tests.worker.parity.bases import make_base
 
 
 def _image_bytes(packer: Packer, folder: Path) -> list[bytes]:
@@ -62,3 +67,22 @@ def test_versions_with_the_same_config_and_header_are_planned_once(
     packer.write(second)
     with pytest.raises(TypeError):
         packer.write(tiny.write_adapter(tmp_path / "other", 1, 8))
+
+
+def test_stacked_experts_are_converted_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not all of them again for each expert, which takes minutes if there are many."""
+    adapter = make_adapter(make_base("mixtral", tmp_path / "base"), "experts", tmp_path / "adapter")
+    layout = make_runner(tmp_path, dtype="bfloat16").layout
+    sizes = []
+    widened = values._widened
+
+    def counted(own: values.Values) -> np.ndarray:
+        sizes.append(own.data.size)
+        return widened(own)
+
+    monkeypatch.setattr(values, "_widened", counted)
+    Packer(tiny.base_geometry(tmp_path / "base"), layout).write(adapter)
+    published = load_file(adapter / "adapter_model.safetensors").values()
+    assert sum(sizes) == sum(tensor.size for tensor in published)
