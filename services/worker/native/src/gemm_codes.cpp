@@ -1,6 +1,6 @@
 // y = x W^T where W[o][k] = (code[o][k] - zero[o][g]) * scale[o][g] for groups g of inputs, and codes are
 // unsigned integers of eight or four bits, or float8 (e4m3, without zero points). Codes are widened in
-// registers and never stored wide.
+// registers, or a block at a time in the cache, and stay packed in memory.
 //
 // A panel is 32 outputs. For every four inputs (a quad) it holds the codes of 16 outputs side by side,
 // four bytes each (see `byte_of`), then those of the other 16; four-bit codes of the first 16 are the low halves of the
